@@ -1,0 +1,78 @@
+# Everything is kept in .venv and target/; nothing outside is touched but the user's model cache.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := $(shell find rust -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
+CUDA_SOURCES := $(shell find python tests -name '*.cu' -o -name '*.cuh' -o -name '*.h')
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help
+help: ## Print this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/tools: constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("reprieve needs Python 3.11 or newer; set PYTHON=" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt maturin
+	touch $@
+
+$(VENV)/built: $(VENV)/tools $(SOURCES)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop -q --release --locked --extras dev
+	touch $@
+
+.PHONY: dev
+dev: $(VENV)/built ## Build the extension and install everything into .venv
+
+.PHONY: demo
+demo: dev ## Decode eight prompts through KV exhaustion with a real model
+	$(BIN)/reprieve demo
+
+.PHONY: test
+test: test-rust dev ## Run the tests (under ten minutes on two cores)
+	$(BIN)/python -m pytest -m 'not full'
+
+.PHONY: test-full
+test-full: test-rust dev ## Run the tests and the long matrix
+	PROPTEST_CASES=4096 cargo test --locked --release -q
+	$(BIN)/python -m pytest
+
+.PHONY: test-rust
+test-rust: ## Run the tests of the books, which need no Python
+	cargo test --locked
+
+.PHONY: lint
+lint: dev ## rustfmt, clippy (with and without the feature), ruff, mypy, stubtest, clang-format
+	cargo fmt --check
+	cargo clippy --locked --all-targets -- -D warnings
+	cargo clippy --locked --all-targets --features python -- -D warnings
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	MYPYPATH=python $(BIN)/python -m mypy.stubtest reprieve._native --mypy-config-file pyproject.toml
+	@if [ -n "$(CUDA_SOURCES)" ]; then $(BIN)/clang-format --dry-run --Werror $(CUDA_SOURCES); else echo "clang-format: no CUDA sources yet"; fi
+
+.PHONY: format
+format: dev ## Format all sources
+	cargo fmt
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+.PHONY: bench
+bench: dev ## Measure the books, in Rust and through Python
+	cargo bench --locked --bench books
+	$(BIN)/python -m pytest benches --benchmark-only
+
+.PHONY: bench-check
+bench-check: dev ## Run each benchmark once, to see that it works
+	cargo bench --locked --bench books -- --test
+	$(BIN)/python -m pytest benches --benchmark-disable
+
+.PHONY: wheel
+wheel: $(VENV)/tools ## Build the abi3 wheel into target/wheels
+	$(BIN)/maturin build --release --locked
+
+.PHONY: clean
+clean: ## Remove .venv and target
+	rm -rf $(VENV) target

@@ -1,0 +1,3 @@
+//! Cost of one decode step in the books.
+
+fn main() {}

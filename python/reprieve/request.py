@@ -1,0 +1,154 @@
+"""What a caller submits, and the events that come back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from reprieve.errors import InvalidRequest
+
+FinishReason: TypeAlias = Literal[
+    "stop",
+    "length",
+    "capacity",
+    "deadline",
+    "cancelled",
+    "max_pause",
+    "no_progress",
+    "constraint",
+    "nan",
+    "step_failed",
+    "device_lost",
+]
+
+RETRYABLE: Final[dict[FinishReason, bool]] = {
+    "stop": False,
+    "length": False,
+    "capacity": True,  # elsewhere: it filled the whole pool, or could not grow while nobody could give way
+    "deadline": True,
+    "cancelled": False,
+    "max_pause": True,
+    "no_progress": True,
+    "constraint": False,
+    "nan": False,
+    "step_failed": True,
+    "device_lost": True,
+}
+"""How a request can end (the list is closed), and whether trying again makes sense."""
+
+DONE_REASONS: Final[frozenset[FinishReason]] = frozenset({"stop", "length", "cancelled"})
+"""The reasons that end a stream with `Done`; all others end it with `Failed`."""
+
+PauseReason: TypeAlias = Literal["exhausted", "priority", "by_hand", "forced"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to be answered.
+
+    `prompt` is text, or token ids. `max_new_tokens` is the budget, None for as many as the context allows; it is never
+    reserved in advance. A higher `priority` is more urgent. `deadline_s` is how many seconds after submit the request
+    ends with `deadline`, parked or not. `stop` are texts that end it and are not given out; `stop_token_ids` end it
+    as the model's own end-of-sequence ids do, which `ignore_eos` switches off. `chat` puts a text prompt through the
+    model's chat template as the user's message. `id` must be unique among live requests; None picks one.
+
+    Raises `InvalidRequest` that names the field.
+    """
+
+    prompt: str | Sequence[int]
+    max_new_tokens: int | None = 128
+    id: str | None = None
+    chat: bool = False
+    priority: int = 0
+    deadline_s: float | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a model."""
+        if len(self.prompt) == 0:
+            raise InvalidRequest("prompt", "is empty; it needs at least one token")
+        if self.chat and not isinstance(self.prompt, str):
+            raise InvalidRequest("chat", "a chat template applies to a text prompt, not to token ids")
+        budget = self.max_new_tokens
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
+            raise InvalidRequest("max_new_tokens", f"must be None or an integer of at least 1, not {budget!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) >= 2**31:
+            raise InvalidRequest("priority", f"must be an integer of 32 bits, not {self.priority!r}")
+        # `not >` refuses NaN as well.
+        if self.deadline_s is not None and not self.deadline_s > 0:
+            raise InvalidRequest("deadline_s", f"must be more than 0 seconds, not {self.deadline_s!r}")
+        if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
+            raise InvalidRequest("stop", f"must be a sequence of texts that are not empty, not {self.stop!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    `index` counts from 0. `text` is what can be given out now: it lags behind while a character is incomplete or
+    while what has come could be the beginning of a stop text. `text` is "" where there is no tokenizer.
+    """
+
+    id: int
+    index: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The request gave way: it was parked, by spill or replay, and will come back."""
+
+    reason: PauseReason
+    by: Literal["spill", "replay"]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The request is back, after `paused_s` seconds."""
+
+    paused_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last event of a request that ended as it should: "stop", "length" or "cancelled".
+
+    `text` is what was still held back; all `text` of a stream joined is the whole answer.
+    """
+
+    finish_reason: FinishReason
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that could not go on. Its tokens up to here are right, and delivered.
+
+    `code` is one of the other finish reasons, `retryable` whether trying again makes sense, `cause` the exception.
+    """
+
+    code: FinishReason
+    retryable: bool
+    cause: BaseException | None = None
+    text: str = ""
+
+
+Event: TypeAlias = Token | Paused | Resumed | Done | Failed
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What happened to one request so far. Bytes are KV payload, pauses are seconds of the engine's clock."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    parks_by_spill: int = 0
+    parks_by_replay: int = 0
+    spilled_bytes: int = 0
+    restored_bytes: int = 0
+    replayed_tokens: int = 0
+    longest_pause_s: float = 0.0
+    total_pause_s: float = 0.0

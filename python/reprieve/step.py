@@ -1,0 +1,302 @@
+"""What a step is: its buffers, its ticket and its result, and the two protocols between which it moves.
+
+`launch`, `park` and `lane` see only what is in this file, so they can be tested with scripted books and devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+ParkBy: TypeAlias = Literal["spill", "replay"]
+Arrival: TypeAlias = Literal["start", "replay", "restore"]
+
+# What is read back of a row (`StepBuffers.readback`).
+READ_NOTHING = 0
+READ_ARGMAX = 1
+
+# What a device answers for a row that has no token (`StepResult.tokens`).
+TOKEN_NONE_ALLOWED = -1  # the mask leaves nothing
+TOKEN_ALL_NAN = -2  # every allowed logit is NaN
+TOKEN_NOT_READ = -3  # the row reads nothing back
+
+# What a settled row came to (`Books.commit`).
+OUTCOME_CHUNK = 0  # a chunk was committed, nothing was sampled
+OUTCOME_TOKEN = 1  # a token was sampled and committed; the sequence goes on
+OUTCOME_STOP = 2  # likewise, and it is one of the sequence's stop ids
+OUTCOME_LENGTH = 3  # likewise, and the budget or the context is used up
+OUTCOME_NOTHING_ALLOWED = 4  # no token: the row's mask left nothing
+OUTCOME_NAN = 5  # no token: all its logits are NaN
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The most that one step can hold; every buffer is sized by it once.
+
+    `tokens` bounds the step's flat token arrays, `rows` the rows (one per slot at most), `table_changes` the newly
+    written block-table entries (every block of the pool at most once).
+    """
+
+    tokens: int
+    rows: int
+    table_changes: int
+
+
+class StepBuffers:
+    """One set of a step's arrays, allocated once, written by the books and read by the device.
+
+    It belongs to the ticket from launch until settle.
+
+        token_ids      [tokens]            i32  input token ids, row after row
+        positions      [tokens]            i32  position of each in its sequence
+        seqs           [rows]              u64  sequence of each row
+        slots          [rows]              i32  its slot; rows stand in ascending slot order
+        starts         [rows]              i32  position of the row's first token
+        num_new        [rows]              i32  how many tokens the row has: 1 to decode, more in a chunk
+        kv_lengths     [rows]              i32  KV positions of the sequence once this step is done (start + num_new)
+        readback       [rows]              u8   READ_NOTHING or READ_ARGMAX
+        table_changes  [table_changes, 3]  i32  (slot, index in the slot's block table, block), to apply before the step
+    """
+
+    __slots__ = (
+        "kv_lengths",
+        "num_new",
+        "positions",
+        "readback",
+        "seqs",
+        "slots",
+        "starts",
+        "table_changes",
+        "token_ids",
+    )
+
+    def __init__(self, shape: StepShape) -> None:
+        self.token_ids = np.zeros(shape.tokens, np.int32)
+        self.positions = np.zeros(shape.tokens, np.int32)
+        self.seqs = np.zeros(shape.rows, np.uint64)
+        self.slots = np.zeros(shape.rows, np.int32)
+        self.starts = np.zeros(shape.rows, np.int32)
+        self.num_new = np.zeros(shape.rows, np.int32)
+        self.kv_lengths = np.zeros(shape.rows, np.int32)
+        self.readback = np.zeros(shape.rows, np.uint8)
+        self.table_changes = np.zeros((shape.table_changes, 3), np.int32)
+
+
+class StepCounts(NamedTuple):
+    """How much of a set of buffers one step uses."""
+
+    rows: int
+    tokens: int
+    table_changes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass over one or more rows: views of the used part of `StepBuffers`, arrays as described there."""
+
+    token_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    seqs: NDArray[np.uint64]
+    slots: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    num_new: NDArray[np.int32]
+    kv_lengths: NDArray[np.int32]
+    readback: NDArray[np.uint8]
+    table_changes: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, buffers: StepBuffers, counts: StepCounts) -> Step:
+        """Return the step that the books wrote into `buffers`."""
+        rows, tokens, table_changes = counts
+        return cls(
+            token_ids=buffers.token_ids[:tokens],
+            positions=buffers.positions[:tokens],
+            seqs=buffers.seqs[:rows],
+            slots=buffers.slots[:rows],
+            starts=buffers.starts[:rows],
+            num_new=buffers.num_new[:rows],
+            kv_lengths=buffers.kv_lengths[:rows],
+            readback=buffers.readback[:rows],
+            table_changes=buffers.table_changes[:table_changes],
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a settled step read back.
+
+    `tokens` [rows] i32, C-contiguous: the sampled token of each row, or one of the negative TOKEN_ values. It is
+    valid until the ticket's buffers are used again.
+    """
+
+    tokens: NDArray[np.int32]
+
+
+class Ticket(Protocol):
+    """A launched step that is not settled yet."""
+
+    @property
+    def step(self) -> Step:
+        """The step as it was launched."""
+
+    def settle(self) -> StepResult:
+        """Wait for the step and return what it read back; raises `StepFailed` or `DeviceLost`. Called once."""
+
+
+class Device(Protocol):
+    """What computes steps. Bring your own, or use one of `reprieve.device`.
+
+    It holds the KV pool: `num_blocks` blocks of `block_size` positions, in all layers, and one block table per slot,
+    to which it applies a step's `table_changes` when that step is launched. Calls come from one thread.
+    """
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of KV in all layers."""
+
+    @property
+    def kv_dtype(self) -> str:
+        """Element type of the KV pool: "f32", "f16" or "bf16". Part of an image's header."""
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """Shape of one block, such as (layers, 2, block_size, kv_heads, head_size). Part of an image's header."""
+
+    def launch(self, step: Step) -> Ticket:
+        """Start computing `step`.
+
+        Raises `RowFailed` for one row that cannot be computed, `StepFailed`, `DeviceLost`; whatever it raises, nothing
+        of the step may count as done. Any other exception is taken for `StepFailed` if `probe` succeeds.
+        """
+
+    def gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """Return a new array of `len(blocks) * block_bytes` bytes: a copy of these blocks, in this order."""
+
+    def scatter(self, blocks: Sequence[int], image: NDArray[np.uint8]) -> None:
+        """Write `image`, as `gather` gave it, into `blocks`. The caller may overwrite `image` once this returns."""
+
+    def probe(self) -> None:
+        """Raise `DeviceLost` if the device no longer works; change nothing."""
+
+    def close(self) -> None:
+        """Give the device's memory back. Idempotent."""
+
+
+class ArrivalPlan(NamedTuple):
+    """Who comes in next, and who is to be parked first so that it fits (priority preemption, usually nobody)."""
+
+    seq: int
+    victims: list[tuple[int, ParkBy]]
+
+
+class Books(Protocol):
+    """The record of every sequence's state, slot and KV blocks. `_native.Ledger` is the real one.
+
+    A refused call changes nothing. Between `fill` and `commit` or `hand_back` a step is in flight, and its sequences
+    can be neither parked nor released (`StepInFlight`). `spill_blocks` is how many blocks of images the host store
+    could still take; it decides who can be parked by spill.
+    """
+
+    # Who comes in.
+
+    def next_arrival(self, spill_blocks: int) -> ArrivalPlan | None:
+        """Return the head of the waiting order if it fits now, or would after the named parks; else None."""
+
+    def admit(self, seq: int) -> Arrival:
+        """Give a waiting sequence its slot and all blocks of its prompt or history.
+
+        "restore" means that its image must be scattered into `image_blocks(seq)` before the next step; if that cannot
+        be done, `drop_image(seq)` or `release(seq)` must follow. Raises `KvExhausted` if it does not fit.
+        """
+
+    def drop_image(self, seq: int) -> None:
+        """Forget a restored or spilled image: the sequence replays its history instead."""
+
+    # The step.
+
+    def rows(self) -> int:
+        """Pick the rows of the next step, in ascending slot order; return how many there are. Reserves nothing."""
+
+    def reserve(self) -> None:
+        """Take the blocks by which the picked rows grow, for all or for none: `KvExhausted`."""
+
+    def victim(self, spill_blocks: int) -> int | None:
+        """Return the sequence that gives way, or None if nobody can."""
+
+    def capacity_row(self) -> int:
+        """Return the picked row that should end with `capacity`: of those that need a block, the first victim."""
+
+    def fill(self, buffers: StepBuffers) -> StepCounts:
+        """Write the reserved step into `buffers`. The step is in flight from here on."""
+
+    def hand_back(self) -> None:
+        """Undo `reserve` and `fill` exactly: the step was not launched, or failed. No-op if there is nothing."""
+
+    def commit(self, tokens: NDArray[np.int32], outcomes: NDArray[np.uint8]) -> None:
+        """Settle the step in flight with `tokens` [rows]; write an OUTCOME_ per row into `outcomes` [>= rows].
+
+        Sequences whose outcome ends them are released.
+        """
+
+    # Parking and ending.
+
+    def park(self, seq: int, by: ParkBy) -> None:
+        """Take a resident sequence's slot and blocks away; raises `CannotPark`, and `StepInFlight` in a step.
+
+        For "spill", `image_blocks(seq)` must have been copied before.
+        """
+
+    def resume(self, seq: int) -> bool:
+        """Move a parked or queued sequence to the front of its priority; False if it is resident (a no-op)."""
+
+    def release(self, seq: int, *, reuse: bool) -> bool:
+        """End a sequence in any state: the one release. False, and no change, if it had ended before.
+
+        `reuse` says whether its committed blocks hold what its tokens say, so that they may be kept for others.
+        """
+
+    # Looking.
+
+    def state(self, seq: int) -> str:
+        """Return "queued", "prefilling", "decoding", "parked_spill", "parked_replay" or "finished"."""
+
+    def image_blocks(self, seq: int) -> list[int]:
+        """Return the blocks that hold the sequence's committed positions, in order: what a spill copies."""
+
+    def committed(self, seq: int) -> int:
+        """Return how many positions of KV are committed (for a spilled one: how many its image has)."""
+
+    def generated(self, seq: int) -> int:
+        """Return how many tokens the sequence has generated."""
+
+    def slot(self, seq: int) -> int | None:
+        """Return its slot, or None if it is not resident."""
+
+    def is_replayable(self, seq: int) -> bool:
+        """Return whether the token ids alone rebuild its KV."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds."""
+
+    def residents(self) -> list[int]:
+        """Return the resident sequences in slot order."""
+
+    def waiting(self) -> list[int]:
+        """Return the queued and parked sequences in the order in which they will come in."""

@@ -1,0 +1,19 @@
+//! The `_native` module: check, lock, call, map errors. Nothing here decides anything.
+
+mod arrays;
+mod errors;
+mod ledger;
+
+use pyo3::prelude::*;
+
+/// Native part of reprieve.
+#[pymodule(name = "_native")]
+mod native {
+    #[pymodule_export]
+    use super::ledger::PyLedger;
+
+    /// Version of the package.
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+}
