@@ -4,7 +4,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from reprieve.step import Arrival, ArrivalPlan, ParkBy, StepBuffers, StepCounts
+from reprieve.request import ParkBy
+from reprieve.step import Arrival, ArrivalPlan, StepBuffers, StepCounts
 
 __all__ = ["Ledger", "__version__"]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from reprieve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from reprieve.request import ParkBy
 
 VictimPolicy: TypeAlias = Literal["fewest_generated", "newest", "largest"]
 
@@ -24,6 +27,8 @@ class EngineConfig:
     victim            policy that picks who gives way
     park_constrained  whether constrained sequences may be parked at all
     context_length    most positions of a sequence; None for the model's own
+    force_park_every  park each sequence after every so many tokens that it generates, to try it out; 0 never does
+    force_park_by     how: "spill" or "replay"; None for the way that would be taken anyway
 
     Raises `InvalidRequest` (a `ValueError`) that names the setting.
     """
@@ -38,6 +43,8 @@ class EngineConfig:
     victim: VictimPolicy = "fewest_generated"
     park_constrained: bool = True
     context_length: int | None = None
+    force_park_every: int = 0
+    force_park_by: ParkBy | None = None
 
     def __post_init__(self) -> None:
         """Check each setting alone; what depends on the model is checked when the engine is made."""
@@ -50,6 +57,7 @@ class EngineConfig:
             "head_room": 0,
             "immunity_tokens": 0,
             "context_length": 1,
+            "force_park_every": 0,
         }
         for setting in fields(self):
             lowest = at_least.get(setting.name)
@@ -60,3 +68,5 @@ class EngineConfig:
                 raise InvalidRequest(setting.name, f"must be an integer of at least {lowest}, not {value!r}")
         if self.victim not in {"fewest_generated", "newest", "largest"}:
             raise InvalidRequest("victim", f'must be "fewest_generated", "newest" or "largest", not {self.victim!r}')
+        if self.force_park_by not in {None, "spill", "replay"}:
+            raise InvalidRequest("force_park_by", f'must be None, "spill" or "replay", not {self.force_park_by!r}')

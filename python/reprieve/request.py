@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from reprieve.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FinishReason: TypeAlias = Literal[
     "stop",
@@ -39,6 +41,9 @@ RETRYABLE: Final[dict[FinishReason, bool]] = {
 
 DONE_REASONS: Final[frozenset[FinishReason]] = frozenset({"stop", "length", "cancelled"})
 """The reasons that end a stream with `Done`; all others end it with `Failed`."""
+
+ParkBy: TypeAlias = Literal["spill", "replay"]
+"""How a sequence is taken off the device: its KV is kept on the host, or dropped and computed again later."""
 
 PauseReason: TypeAlias = Literal["exhausted", "priority", "by_hand", "forced"]
 
@@ -102,7 +107,7 @@ class Paused:
     """The request gave way: it was parked, by spill or replay, and will come back."""
 
     reason: PauseReason
-    by: Literal["spill", "replay"]
+    by: ParkBy
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-ParkBy: TypeAlias = Literal["spill", "replay"]
+    from reprieve.request import ParkBy
+
 Arrival: TypeAlias = Literal["start", "replay", "restore"]
 
 # What is read back of a row (`StepBuffers.readback`).
