@@ -1,0 +1,188 @@
+"""The reference device: NumPy, one step at a time, exact; what every other device is compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reprieve.device import reference_ops
+from reprieve.device.kv_pool import KvKind, KvPool
+from reprieve.device.step_check import StepLimits, checked_tables, new_block_tables
+from reprieve.errors import DeviceLost, InvalidRequest
+from reprieve.model.config import rope_frequencies
+from reprieve.model.llama import forward
+from reprieve.step import READ_NOTHING, TOKEN_NOT_READ, Step, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from reprieve.device.reference_weights import ReferenceWeights
+    from reprieve.model.weights import Tensor
+
+
+class ReferenceOps:
+    """`Ops` on NumPy arrays: each call computes at once, for one step.
+
+    `tokens` [rows] i32 and `logits` [rows read back, width] f32 are there once `argmax` was called.
+    """
+
+    def __init__(self, step: Step, tables: NDArray[np.int32], memory: _Memory) -> None:
+        self._step = step
+        self._weights = memory.weights
+        self._pool = memory.pool
+        self._attention = memory.attention
+        self._cos = memory.cos[step.positions]
+        self._sin = memory.sin[step.positions]
+        # Per row: the pool places of all its positions.
+        self._places = [
+            self._pool.places(tables[slot], np.arange(kv_length))
+            for slot, kv_length in zip(step.slots, step.kv_lengths, strict=True)
+        ]
+        self._new_places = np.concatenate(
+            [places[start:] for places, start in zip(self._places, step.starts, strict=True)]
+        )
+        self._ends = np.cumsum(step.num_new)
+        self.read_rows = np.flatnonzero(step.readback != READ_NOTHING)
+        self.tokens = np.full(step.num_rows, TOKEN_NOT_READ, np.int32)
+        self.logits = np.empty((0, 0), np.float32)
+
+    def embed(self, table: Tensor) -> NDArray[np.float32]:
+        """Return the embeddings of the step's tokens."""
+        return np.ascontiguousarray(self._weights[table][:, self._step.token_ids].T)
+
+    def rms_norm(self, x: NDArray[np.float32], weight: Tensor, eps: float) -> NDArray[np.float32]:
+        """See `reference_ops.rms_norm`."""
+        return reference_ops.rms_norm(x, self._weights[weight], eps)
+
+    def add_rms_norm(
+        self, x: NDArray[np.float32], residual: NDArray[np.float32], weight: Tensor, eps: float
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Norm the sum after it was rounded to float32."""
+        total = x + residual
+        return reference_ops.rms_norm(total, self._weights[weight], eps), total
+
+    def linear(self, x: NDArray[np.float32], weight: Tensor, bias: Tensor | None = None) -> NDArray[np.float32]:
+        """See `ReferenceWeights.linear`."""
+        return self._weights.linear(x, weight, bias)
+
+    def head_norm(self, x: NDArray[np.float32], weight: Tensor, eps: float) -> NDArray[np.float32]:
+        """See `reference_ops.head_norm`."""
+        return reference_ops.head_norm(x, self._weights[weight], eps)
+
+    def rope_append(
+        self, layer: int, q: NDArray[np.float32], k: NDArray[np.float32], v: NDArray[np.float32]
+    ) -> NDArray[np.float32]:
+        """See `reference_ops.rope` and `KvPool.append`."""
+        self._pool.append(layer, self._new_places, reference_ops.rope(k, self._cos, self._sin), v)
+        return reference_ops.rope(q, self._cos, self._sin)
+
+    def paged_attention(self, layer: int, q: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See `reference_ops.PagedAttention`."""
+        rows = zip(np.split(q, self._ends[:-1]), self._places, strict=True)
+        return np.concatenate([self._attention.row(layer, *row) for row in rows]).astype(np.float32)
+
+    def swiglu(self, gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See `reference_ops.swiglu`."""
+        return reference_ops.swiglu(gate, up)
+
+    def select_readback(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return a copy of the last token of each row that is read back."""
+        return x[self._ends[self.read_rows] - 1]
+
+    def argmax(self, logits: NDArray[np.float32]) -> None:
+        """See `reference_ops.argmax`."""
+        self.logits = logits
+        self.tokens[self.read_rows] = reference_ops.argmax(logits, self._weights.config.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceTicket:
+    """A step that was computed at launch.
+
+    `logits` [rows read back, width] f32 are those of the rows `logit_rows`, in this order; the caller may keep them.
+    """
+
+    step: Step
+    result: StepResult
+    logits: NDArray[np.float32]
+    logit_rows: NDArray[np.intp]
+
+    def settle(self) -> StepResult:
+        """Return what the step read back."""
+        return self.result
+
+
+class ReferenceDevice:
+    """Computes steps with NumPy, at once.
+
+    Exact: a token's bits depend on its own sequence alone. It allocates on every step. `weights` may be shared with
+    other devices. Raises `InvalidRequest` for a bad setting, and from `launch` for a step that cannot be computed.
+    """
+
+    def __init__(
+        self, weights: ReferenceWeights, *, num_blocks: int, block_size: int, num_slots: int, kv: KvKind = "f32"
+    ) -> None:
+        if num_slots < 1:
+            raise InvalidRequest("num_slots", f"must be at least 1, not {num_slots}")
+        self._memory: _Memory | None = _Memory(weights, KvPool(weights.config, num_blocks, block_size, kv))
+        self._limits = StepLimits(num_slots, num_blocks, block_size, weights.config.vocab_size)
+        self._tables = new_block_tables(self._limits)
+        self.block_bytes = self._memory.pool.block_bytes
+        self.kv_dtype = kv
+        self.kv_shape = self._memory.pool.block_shape
+
+    @property
+    def pool(self) -> KvPool:
+        """The KV pool; raises `DeviceLost` once the device is closed."""
+        return self._open().pool
+
+    def launch(self, step: Step) -> ReferenceTicket:
+        """Compute `step`; its table changes count only if it succeeds. Raises `InvalidRequest` and writes nothing."""
+        memory = self._open()
+        tables = checked_tables(step, self._tables, self._limits)
+        ops = ReferenceOps(step, tables, memory)
+        # Overflow and NaN are values like others here: they end one row, when its token is chosen.
+        with np.errstate(all="ignore"):
+            forward(ops, memory.weights.config, memory.weights.model)
+        self._tables = tables
+        return ReferenceTicket(step, StepResult(ops.tokens), ops.logits, ops.read_rows)
+
+    def gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """See `Device.gather`; raises `InvalidRequest` for a block that is not there."""
+        return self.pool.gather_blocks(blocks)
+
+    def scatter(self, blocks: Sequence[int], image: NDArray[np.uint8]) -> None:
+        """See `Device.scatter`; raises `InvalidRequest` for a block that is not there or an image of another size."""
+        self.pool.scatter_blocks(blocks, image)
+
+    def probe(self) -> None:
+        """Raise `DeviceLost` once the device is closed."""
+        self._open()
+
+    def close(self) -> None:
+        """Let go of the pool and the weights."""
+        self._memory = None
+
+    def _open(self) -> _Memory:
+        if self._memory is None:
+            raise DeviceLost("the reference device is closed")
+        return self._memory
+
+
+class _Memory:
+    """What the steps of one device share: weights, pool, scratch, and the rotary angles of each position.
+
+    cos, sin  [positions of the pool, head_size / 2]  f32, computed in float64
+    """
+
+    def __init__(self, weights: ReferenceWeights, pool: KvPool) -> None:
+        self.weights = weights
+        self.pool = pool
+        self.attention = reference_ops.PagedAttention(pool, weights.config.num_heads)
+        angles = np.outer(np.arange(pool.num_blocks * pool.block_size), rope_frequencies(weights.config))
+        self.cos = np.cos(angles).astype(np.float32)
+        self.sin = np.sin(angles).astype(np.float32)

@@ -1,0 +1,97 @@
+"""The weights of the reference device: float32, rounded once, probed once, shared by any number of devices."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reprieve.device.row_tiles import Product, blas_product, tile_height, tiled_product
+from reprieve.errors import InvalidRequest
+from reprieve.model.weights import rounded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from reprieve.model.config import ModelConfig
+    from reprieve.model.weights import ModelWeights, Rounding, Tensor
+
+
+class ReferenceWeights:
+    """Every weight of a model as float32, after rounding to `kind`.
+
+    A linear weight is kept as [inputs, outputs], C-contiguous; the embedding too, so that a tied one is kept once. The
+    tile height of each weight shape is probed here. Loads everything: seconds and four bytes per parameter. Raises
+    `InexactProduct`, `InvalidRequest` for a weight whose shape does not fit `config`, and what reading a file raises.
+    """
+
+    def __init__(
+        self, config: ModelConfig, model: ModelWeights, kind: Rounding = "file", product: Product = blas_product
+    ) -> None:
+        self.config = config
+        self.model = model
+        self._product = product
+        # By identity: a tensor lives as long as `model`, and the same tensor may stand in two places.
+        self._arrays: dict[int, NDArray[np.float32]] = {}
+        self._heights: dict[tuple[int, ...], int] = {}
+        expected = list(_expected(config, model))
+        for tensor, shape in expected:
+            if tensor.shape != shape:
+                raise InvalidRequest("weights", f"{tensor.name} is {list(tensor.shape)}, the model needs {list(shape)}")
+        for tensor, _ in expected:
+            if id(tensor) not in self._arrays:
+                self._load(tensor, kind)
+
+    def __getitem__(self, tensor: Tensor) -> NDArray[np.float32]:
+        """Return the values of a vector [size], or of a matrix as [inputs, outputs]."""
+        return self._arrays[id(tensor)]
+
+    def linear(self, x: NDArray[np.float32], weight: Tensor, bias: Tensor | None) -> NDArray[np.float32]:
+        """Return x [rows, inputs] times the weight, plus bias: [rows, outputs], a new array, exact by row tiles."""
+        matrix = self[weight]
+        result = tiled_product(x, matrix, self._heights[matrix.shape], self._product)
+        if bias is not None:
+            result += self[bias]
+        return result
+
+    def _load(self, tensor: Tensor, kind: Rounding) -> None:
+        values = np.ascontiguousarray(rounded(tensor.float32(), kind).T)
+        self._arrays[id(tensor)] = values
+        if values.ndim == 2 and values.shape not in self._heights:  # noqa: PLR2004 - a matrix
+            self._heights[values.shape] = tile_height(values, self._product)
+
+
+def _expected(config: ModelConfig, model: ModelWeights) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Yield each weight with the shape that it must have; the vocabulary's rows may be more than its size."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "attention_norm": (hidden,),
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "mlp_norm": (hidden,),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+        "q_bias": (q,),
+        "k_bias": (kv,),
+        "v_bias": (kv,),
+        "o_bias": (hidden,),
+        "q_norm": (config.head_size,),
+        "k_norm": (config.head_size,),
+    }
+    for tensor in (model.embedding, model.output):
+        yield tensor, (max(config.vocab_size, *tensor.shape[:1]), hidden)
+    yield model.final_norm, (hidden,)
+    if len(model.layers) != config.num_layers:
+        raise InvalidRequest("weights", f"have {len(model.layers)} layers, the model needs {config.num_layers}")
+    for layer in model.layers:
+        for field in fields(layer):
+            tensor = getattr(layer, field.name)
+            if tensor is not None:
+                yield tensor, shapes[field.name]

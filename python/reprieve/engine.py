@@ -1,0 +1,439 @@
+"""The engine: the one place that joins books, device, parking, text and events."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+import numpy as np
+
+from reprieve._native import Ledger
+from reprieve.config import EngineConfig
+from reprieve.errors import (
+    CannotPark,
+    DeviceLost,
+    EngineClosed,
+    InvalidRequest,
+    RequestFinished,
+    UnknownRequest,
+)
+from reprieve.handle import Handle
+from reprieve.image_store import HostStore
+from reprieve.journal import EngineStats, Journal, Live
+from reprieve.latch import FaultLatch
+from reprieve.launch import StepAborted, end_rows, launch_with_preemption, settle
+from reprieve.loading import KV_TYPES, DeviceSettings, LoadedModel, load
+from reprieve.park import Parker
+from reprieve.request import Request
+from reprieve.step import (
+    OUTCOME_LENGTH,
+    OUTCOME_NAN,
+    OUTCOME_NOTHING_ALLOWED,
+    OUTCOME_STOP,
+    OUTCOME_TOKEN,
+    READ_ARGMAX,
+    StepBuffers,
+    StepShape,
+)
+from reprieve.text import TextStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from types import TracebackType
+
+    from reprieve.device.kv_pool import KvKind
+    from reprieve.model.weights import Rounding
+    from reprieve.request import FinishReason, ParkBy
+    from reprieve.step import Step, StepResult
+
+_LOG: Final = logging.getLogger(__name__)
+
+_STALLED_PASSES: Final = 16
+"""Passes with work but no launch after which the watchdog ends the request that should have come next."""
+
+_UNBOUNDED: Final = 2**63 - 1
+"""A budget that the context always ends before."""
+
+_FINISH_REASONS: Final[dict[int, FinishReason]] = {
+    OUTCOME_STOP: "stop",
+    OUTCOME_LENGTH: "length",
+    OUTCOME_NOTHING_ALLOWED: "constraint",
+    OUTCOME_NAN: "nan",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one `Engine.step` did.
+
+    "progressed": tokens or chunks were committed, or requests ended. "waiting": there is work, but nothing could be
+    launched; `waiting_for` is the request that should come next and `until` the clock's time of the next deadline, if
+    any. "idle": no request is live.
+    """
+
+    state: Literal["progressed", "waiting", "idle"]
+    waiting_for: str | None = None
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """Who sits in a slot: the request, its sequence's state ("prefilling", "decoding"), blocks and tokens so far."""
+
+    request_id: str
+    state: str
+    blocks: int
+    generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What an engine holds between two steps; `waiting` is in the order of coming in, None is a free slot."""
+
+    slots: tuple[SlotView | None, ...]
+    waiting: tuple[str, ...]
+    total_blocks: int
+    free_blocks: int
+    host_bytes: int
+
+
+class Engine:
+    """Decodes requests through KV exhaustion.
+
+    `model` is whatever `load` takes, or a model that it loaded, which several engines may share. `kv` is the element
+    type of the KV pool; the other `settings` are those of `EngineConfig`. `clock` gives seconds that never go back;
+    `on_device_lost` is called once if the device fails for good.
+
+    Calls come from one thread. A context manager: leaving it closes the engine. Raises `InvalidRequest` for a bad
+    setting, and what `load` raises.
+    """
+
+    def __init__(  # noqa: PLR0913  keywords, each with a default
+        self,
+        model: str | Path | LoadedModel,
+        *,
+        device: str = "auto",
+        weights: Rounding = "file",
+        kv: KvKind | Literal["auto"] = "auto",
+        clock: Callable[[], float] = time.monotonic,
+        on_device_lost: Callable[[DeviceLost], None] | None = None,
+        config: EngineConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        self.config = _config(config, settings)
+        if kv not in KV_TYPES:
+            raise InvalidRequest("kv", f"must be one of {', '.join(KV_TYPES)}, not {kv!r}")
+        self.model = model if isinstance(model, LoadedModel) else load(model, device=device, weights=weights)
+        self.kv: KvKind = "f32" if kv == "auto" else kv
+        self._clock = clock
+        self._books = _books(self.config, self.model)
+        self._device = self.model.make_device(
+            DeviceSettings(self.config.kv_blocks, self.config.block_size, self.config.max_slots, self.kv)
+        )
+        self._store = HostStore(self.config.host_kv_bytes)
+        self._journal = Journal(clock)
+        self._parker = Parker(self._books, self._device, self._store, self._journal)
+        self._latch = FaultLatch(on_device_lost)
+        self._buffers = StepBuffers(StepShape(*self._books.step_shape()))
+        self._outcomes = np.zeros(self.config.max_slots, np.uint8)
+        self._deadlines: list[tuple[float, int]] = []
+        self._numbers = itertools.count()
+        self._stalled_passes = 0
+        self._is_closed = False
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since the engine was made."""
+        return self._journal.stats
+
+    # Requests.
+
+    def submit(self, request: Request | str | Sequence[int], **fields: Any) -> Handle:
+        """Queue a request, or a prompt with the other `fields` of a `Request`; return its stream.
+
+        Raises, before anything changed: `InvalidRequest` that names the field (`NeverFits` for a prompt that the whole
+        pool could not hold), `DeviceLost`, `EngineClosed`.
+        """
+        self._require_open()
+        if not isinstance(request, Request):
+            request = Request(request, **fields)
+        elif fields:
+            raise InvalidRequest(next(iter(fields)), "is given beside a Request; put it into the Request")
+        request_id = self._request_id(request)
+        prompt = self._encode(request)
+        stream = self._stream(request)
+        eos = () if request.ignore_eos else self.model.config.eos_ids
+        budget = request.max_new_tokens
+        seq = self._books.submit(
+            prompt,
+            max_new_tokens=_UNBOUNDED if budget is None else min(budget, _UNBOUNDED),
+            priority=request.priority,
+            stop_ids=[*eos, *request.stop_token_ids],
+        )
+        # Everything that can fail is above this line.
+        handle = Handle(request, request_id, prompt, self._advance)
+        self._journal.open(Live(seq, handle, stream))
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (self._clock() + request.deadline_s, seq))
+        return handle
+
+    def cancel(self, request: Handle | str) -> None:
+        """End a request with `cancelled`, whatever it is doing. `UnknownRequest` if no such request is live.
+
+        No-op on a handle whose request has ended.
+        """
+        if isinstance(request, Handle) and request.is_finished:
+            return
+        self._end(self._live(request).seq, "cancelled")
+
+    def park(self, request: Handle | str, by: ParkBy | None = None) -> ParkBy | None:
+        """Park a resident request by hand; return how, or None (and no change) if it is queued or parked already.
+
+        `by` asks for a way; over the byte budget it is replayed. It comes back by itself in its turn. Raises
+        `CannotPark`, `UnknownRequest`, `RequestFinished`, `DeviceLost`, with nothing changed.
+        """
+        if by not in {None, "spill", "replay"}:
+            raise InvalidRequest("by", f'must be None, "spill" or "replay", not {by!r}')
+        live = self._live(request)
+        try:
+            return self._parker.park(live.seq, "by_hand", by)
+        except DeviceLost as lost:
+            self._lose(lost)
+            raise
+
+    def resume(self, request: Handle | str) -> bool:
+        """Move a parked or queued request to the front of its priority; it comes in when it fits.
+
+        False, and no change, if it is resident. Raises `UnknownRequest`, `RequestFinished`.
+        """
+        return self._books.resume(self._live(request).seq)
+
+    # Steps.
+
+    def step(self) -> Progress:
+        """Let in who fits, launch one step, settle it and deliver its tokens.
+
+        A step that fails ends its own rows with `step_failed`; a lost device ends every live request with
+        `device_lost`, and then the engine takes no more.
+        """
+        self._require_open(lost_is_open=True)
+        ended = self._expire()
+        if not len(self._journal):
+            return Progress("progressed" if ended else "idle")
+        before = len(self._journal)
+        try:
+            self._parker.bring_in()
+            ticket = launch_with_preemption(self._books, self._device, self._parker, self._buffers)
+            if ticket is None:
+                return self._without_launch(progressed=ended or len(self._journal) < before)
+            result = settle(self._books, self._device, ticket, self._outcomes)
+            self._deliver(ticket.step, result)
+            self._force_parks(ticket.step)
+        except StepAborted as failure:
+            end_rows(self._parker, failure)
+        except DeviceLost as lost:
+            self._lose(lost)
+        self._stalled_passes = 0
+        return Progress("progressed")
+
+    def run(self) -> None:
+        """Step until no request is live."""
+        while len(self._journal):
+            self.step()
+
+    def snapshot(self) -> EngineSnapshot:
+        """Return who sits where and who waits."""
+        slots: list[SlotView | None] = [None] * self.config.max_slots
+        for seq in self._books.residents():
+            slot = self._books.slot(seq)
+            if slot is not None and (live := self._journal.by_seq(seq)) is not None:
+                slots[slot] = SlotView(
+                    live.handle.id,
+                    self._books.state(seq),
+                    len(self._books.block_table(seq)),
+                    self._books.generated(seq),
+                )
+        waiting = (self._journal.by_seq(seq) for seq in self._books.waiting())
+        return EngineSnapshot(
+            tuple(slots),
+            tuple(live.handle.id for live in waiting if live is not None),
+            self._books.num_blocks,
+            self._books.free_blocks,
+            self._store.used_bytes,
+        )
+
+    # The end.
+
+    def close(self) -> None:
+        """End every live request with `cancelled` and give the device's memory back. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for live in self._journal:
+            self._end(live.seq, "cancelled")
+        self._device.close()
+
+    def __enter__(self) -> Self:
+        """Return the engine."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the engine."""
+        self.close()
+
+    # The parts.
+
+    def _advance(self) -> None:
+        """Make one step for somebody who waits for an event."""
+        self.step()
+
+    def _require_open(self, *, lost_is_open: bool = False) -> None:
+        if self._is_closed:
+            raise EngineClosed("the engine is closed")
+        if self._latch.lost is not None and not lost_is_open:
+            raise DeviceLost("the device is lost; make a new engine") from self._latch.lost
+
+    def _request_id(self, request: Request) -> str:
+        """Return the id that the request asks for, or a new one."""
+        if request.id is not None:
+            if self._journal.by_id(request.id) is not None:
+                raise InvalidRequest("id", f"{request.id!r} is the id of a live request")
+            return request.id
+        return next(name for n in self._numbers if self._journal.by_id(name := f"request-{n}") is None)
+
+    def _encode(self, request: Request) -> list[int]:
+        if not isinstance(request.prompt, str):
+            return list(request.prompt)
+        if self.model.text is None:
+            raise InvalidRequest("prompt", "is text, and the model has no tokenizer; give token ids")
+        return self.model.text.encode_prompt(request.prompt, chat=request.chat)
+
+    def _stream(self, request: Request) -> TextStream | None:
+        if self.model.text is not None:
+            return TextStream(self.model.text.tokenizer, request.stop)
+        if request.stop:
+            raise InvalidRequest("stop", "are texts, and the model has no tokenizer; use stop_token_ids")
+        return None
+
+    def _live(self, request: Handle | str) -> Live:
+        """Return the live request that is meant."""
+        request_id = request.id if isinstance(request, Handle) else request
+        if isinstance(request, Handle) and request.is_finished:
+            raise RequestFinished(request_id)
+        live = self._journal.by_id(request_id)
+        if live is None or (isinstance(request, Handle) and live.handle is not request):
+            raise UnknownRequest(request_id)
+        return live
+
+    def _end(self, seq: int, reason: FinishReason, cause: BaseException | None = None) -> None:
+        """End a live request whose committed KV is sound."""
+        self._parker.end(seq, reason, cause, reuse=reason != "device_lost")
+
+    def _expire(self) -> bool:
+        """End whoever is past its deadline, wherever it is; return whether there was one."""
+        ended = False
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, seq = heapq.heappop(self._deadlines)
+            if self._journal.by_seq(seq) is not None:
+                self._end(seq, "deadline")
+                ended = True
+        return ended
+
+    def _lose(self, lost: DeviceLost) -> None:
+        """End every live request, once and for all."""
+        self._books.hand_back()
+        self._latch.trip(lost)
+        for live in self._journal:
+            self._end(live.seq, "device_lost", lost)
+
+    def _without_launch(self, *, progressed: bool) -> Progress:
+        """Say why nothing was launched; the watchdog ends a request that has made no progress for too long."""
+        if progressed or not len(self._journal):
+            self._stalled_passes = 0
+            return Progress("progressed" if progressed else "idle")
+        seq = next(iter([*self._books.waiting(), *self._books.residents()]))
+        live = self._journal.by_seq(seq)
+        waiting_for = live.handle.id if live is not None else None
+        self._stalled_passes += 1
+        if self._stalled_passes >= _STALLED_PASSES:
+            _LOG.error("request %s made no progress in %d passes and ends", waiting_for, self._stalled_passes)
+            self._stalled_passes = 0
+            self._end(seq, "no_progress")
+            return Progress("progressed")
+        return Progress("waiting", waiting_for, self._deadlines[0][0] if self._deadlines else None)
+
+    def _deliver(self, step: Step, result: StepResult) -> None:
+        """Turn a settled step into events."""
+        self._journal.stats.steps += 1
+        rows = zip(
+            step.seqs.tolist(),
+            step.starts.tolist(),
+            step.num_new.tolist(),
+            result.tokens.tolist(),
+            self._outcomes.tolist(),
+            strict=False,  # outcomes are as many as there are slots
+        )
+        for seq, start, num_new, token_id, outcome in rows:
+            self._journal.chunk(seq, start, num_new)
+            stopped = False
+            if outcome in {OUTCOME_TOKEN, OUTCOME_STOP, OUTCOME_LENGTH}:
+                stopped = self._journal.token(seq, token_id, shown=outcome != OUTCOME_STOP)
+            if stopped:
+                self._books.release(seq, reuse=True)
+                self._journal.finish(seq, "stop")
+            elif outcome in _FINISH_REASONS:
+                self._journal.finish(seq, _FINISH_REASONS[outcome])
+
+    def _force_parks(self, step: Step) -> None:
+        """Park each sequence whose newest token is one after which the settings ask for it; skip who cannot be."""
+        every = self.config.force_park_every
+        if not every:
+            return
+        for seq in step.seqs[step.readback == READ_ARGMAX].tolist():
+            if self._journal.by_seq(seq) is None or self._books.generated(seq) % every:
+                continue
+            try:
+                self._parker.park(seq, "forced", self.config.force_park_by)
+            except CannotPark as refusal:
+                _LOG.info("not parked: %s", refusal)
+
+
+def _config(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
+    """Return `config`, or one of `settings`; `InvalidRequest` for an unknown setting or for both."""
+    known = EngineConfig.__dataclass_fields__
+    for name in settings:
+        if name not in known:
+            raise InvalidRequest(name, f"is no setting; there are {', '.join(known)}")
+    if config is None:
+        return EngineConfig(**settings)
+    if settings:
+        raise InvalidRequest(next(iter(settings)), "is given beside config; put it into the config")
+    return config
+
+
+def _books(config: EngineConfig, model: LoadedModel) -> Ledger:
+    """Return empty books for `model`."""
+    context_length = config.context_length or model.config.context_length
+    if context_length > model.config.context_length:
+        problem = f"is {context_length}, the model was made for {model.config.context_length} positions"
+        raise InvalidRequest("context_length", problem)
+    return Ledger(
+        num_blocks=config.kv_blocks,
+        block_size=config.block_size,
+        num_slots=config.max_slots,
+        context_length=context_length,
+        vocab_size=model.config.vocab_size,
+        step_tokens=config.step_tokens,
+        row_tile=model.row_tile,
+        head_room=config.head_room,
+        immunity_tokens=config.immunity_tokens,
+        victim=config.victim,
+        park_constrained=config.park_constrained,
+    )

@@ -1,0 +1,141 @@
+"""The journal of live requests: what happens to their sequences becomes their events and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from reprieve.request import DONE_REASONS, RETRYABLE, Done, Failed, Paused, Resumed, Token
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reprieve.handle import Handle
+    from reprieve.request import FinishReason, ParkBy, PauseReason
+    from reprieve.text import TextStream
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Totals since an engine was made; bytes are KV payload."""
+
+    steps: int = 0
+    tokens_generated: int = 0
+    tokens_replayed: int = 0
+    parks_by_spill: int = 0
+    parks_by_replay: int = 0
+    spilled_bytes: int = 0
+    restored_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Live:
+    """One live request.
+
+    `positions_lost` is how many positions of KV were computed once and dropped: a chunk below it is a replay.
+    """
+
+    seq: int
+    handle: Handle
+    stream: TextStream | None
+    paused_at: float | None = None
+    positions_parked: int = 0
+    positions_lost: int = 0
+
+
+class Journal:
+    """Maps sequences and request ids to live requests, and listens to the parker. See `reprieve.park.Listener`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.stats = EngineStats()
+        self._clock = clock
+        self._by_seq: dict[int, Live] = {}
+        self._by_id: dict[str, Live] = {}
+
+    def __len__(self) -> int:
+        """Return how many requests are live."""
+        return len(self._by_seq)
+
+    def __iter__(self) -> Iterator[Live]:
+        """Iterate over the live requests in the order of submission; they may end meanwhile."""
+        return iter(list(self._by_seq.values()))
+
+    def open(self, live: Live) -> None:
+        """Begin to keep a request that was just submitted."""
+        self._by_seq[live.seq] = live
+        self._by_id[live.handle.id] = live
+
+    def by_id(self, request_id: str) -> Live | None:
+        """Return the live request of this id."""
+        return self._by_id.get(request_id)
+
+    def by_seq(self, seq: int) -> Live | None:
+        """Return the live request of this sequence."""
+        return self._by_seq.get(seq)
+
+    # What a step did.
+
+    def chunk(self, seq: int, start: int, num_new: int) -> None:
+        """Record that a chunk of `num_new` positions from `start` was committed."""
+        live = self._by_seq[seq]
+        again = max(min(start + num_new, live.positions_lost) - start, 0)
+        live.handle.stats.replayed_tokens += again
+        self.stats.tokens_replayed += again
+
+    def token(self, seq: int, token_id: int, *, shown: bool) -> bool:
+        """Record a token; `shown` says whether its text is given out. Return whether it completed a stop text."""
+        live = self._by_seq[seq]
+        text = live.stream.push(token_id) if live.stream is not None and shown else ""
+        handle = live.handle
+        self.stats.tokens_generated += 1
+        handle._push(Token(token_id, len(handle.tokens), text))  # noqa: SLF001  the journal fills handles
+        return live.stream is not None and live.stream.stopped is not None
+
+    def finish(self, seq: int, reason: FinishReason, cause: BaseException | None = None) -> None:
+        """Record that a request has ended, with what was held back of its text, and stop keeping it."""
+        live = self._by_seq.pop(seq)
+        del self._by_id[live.handle.id]
+        self._close_pause(live)
+        text = live.stream.finish() if live.stream is not None else ""
+        event = Done(reason, text) if reason in DONE_REASONS else Failed(reason, RETRYABLE[reason], cause, text)
+        live.handle._push(event)  # noqa: SLF001  the journal fills handles
+
+    # What the parker did.
+
+    def started(self, seq: int) -> None:
+        """Do nothing: the first token says it."""
+
+    def parked(self, seq: int, by: ParkBy, reason: PauseReason, positions: int, spilled_bytes: int) -> None:
+        """Record that a request gave way."""
+        live = self._by_seq[seq]
+        live.paused_at = self._clock()
+        live.positions_parked = positions
+        for stats in (live.handle.stats, self.stats):
+            stats.spilled_bytes += spilled_bytes
+            stats.parks_by_spill += by == "spill"
+            stats.parks_by_replay += by == "replay"
+        live.handle._push(Paused(reason, by))  # noqa: SLF001  the journal fills handles
+
+    def resumed(self, seq: int, by: Literal["restore", "replay"], restored_bytes: int) -> None:
+        """Record that a request is back."""
+        live = self._by_seq[seq]
+        for stats in (live.handle.stats, self.stats):
+            stats.restored_bytes += restored_bytes
+        if by == "replay":
+            live.positions_lost = max(live.positions_lost, live.positions_parked)
+        live.handle._push(Resumed(self._close_pause(live)))  # noqa: SLF001  the journal fills handles
+
+    def ended(self, seq: int, code: FinishReason, cause: BaseException | None) -> None:
+        """Record that a sequence ended before it was done."""
+        self.finish(seq, code, cause)
+
+    def _close_pause(self, live: Live) -> float:
+        """Return the length of the pause that ends now, in seconds; 0 if there is none."""
+        if live.paused_at is None:
+            return 0.0
+        paused_s = self._clock() - live.paused_at
+        live.paused_at = None
+        stats = live.handle.stats
+        stats.total_pause_s += paused_s
+        stats.longest_pause_s = max(stats.longest_pause_s, paused_s)
+        return paused_s

@@ -1,0 +1,94 @@
+"""A model ready to run: its configuration, its text side, and its weights on a kind of device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from reprieve.device.reference import ReferenceDevice
+from reprieve.device.reference_weights import ReferenceWeights
+from reprieve.device.row_tiles import TILE_HEIGHTS
+from reprieve.errors import InvalidRequest
+from reprieve.hub import resolve_model
+from reprieve.model import load_model
+from reprieve.text import load_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from reprieve.device.kv_pool import KvKind
+    from reprieve.model.config import ModelConfig
+    from reprieve.model.weights import ModelWeights, Rounding
+    from reprieve.step import Device
+    from reprieve.text import Text
+
+DEVICES: Final = ("auto", "reference")
+WEIGHTS: Final = ("file", "f32", "bf16", "f16")
+KV_TYPES: Final = ("auto", "f32", "bf16", "f16")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSettings:
+    """What a device is made with: its pool of `num_blocks` blocks of `block_size` positions, and its slots."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    kv: KvKind
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model whose weights are loaded once and shared by any number of engines.
+
+    `text` is None where there is no tokenizer: token ids in and out only. `row_tile` is how many rows the device
+    computes at once, `make_device` makes a device with a KV pool of its own on the shared weights.
+    """
+
+    name: str
+    config: ModelConfig
+    text: Text | None
+    device: str
+    weights: Rounding
+    row_tile: int
+    make_device: Callable[[DeviceSettings], Device]
+
+
+def load(model: str | Path, *, device: str = "auto", weights: Rounding = "file") -> LoadedModel:
+    """Load a model: a folder with safetensors, a GGUF file, "demo", or the name of a model on the Hugging Face hub.
+
+    `device` is "auto" (the best there is, today the reference) or "reference"; `weights` "file" keeps the values of
+    the file, "f32", "bf16" and "f16" round them. Takes seconds and, on the reference device, four bytes per weight.
+
+    Raises `InvalidRequest` for an unknown setting, `ModelFileError` for a file that is damaged or not supported.
+    """
+    if device not in DEVICES:
+        raise InvalidRequest("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
+    if weights not in WEIGHTS:
+        raise InvalidRequest("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    path = resolve_model(model)
+    opened = load_model(path)
+    text = load_text(path, opened.metadata)
+    return from_weights(opened.name, opened.config, opened.weights, text, weights=weights)
+
+
+def from_weights(
+    name: str, config: ModelConfig, model: ModelWeights, text: Text | None = None, *, weights: Rounding = "file"
+) -> LoadedModel:
+    """Return a model on the reference device whose weights come from anywhere: see `ModelWeights`."""
+    if text is not None and text.tokenizer.num_ids < config.vocab_size:
+        # The output is padded to a round number of rows; an id that is no token must never be chosen.
+        config = replace(config, vocab_size=text.tokenizer.num_ids)
+    shared = ReferenceWeights(config, model, weights)
+
+    def make_device(settings: DeviceSettings) -> ReferenceDevice:
+        return ReferenceDevice(
+            shared,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            num_slots=settings.num_slots,
+            kv=settings.kv,
+        )
+
+    return LoadedModel(name, config, text, "reference", weights, TILE_HEIGHTS[0], make_device)

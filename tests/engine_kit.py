@@ -1,0 +1,98 @@
+"""What the engine's tests share: tiny models, random prompts, a clock that is set by hand, a device that fails."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from recording import Answer, recorded, solo_run
+from reprieve import Engine, LoadedModel, Request
+from reprieve.errors import DeviceLost
+from reprieve.loading import from_weights
+from tiny_models import tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from recording import RecordingDevice
+    from reprieve.device.reference import ReferenceTicket
+    from reprieve.model.config import Architecture
+    from reprieve.step import Step
+
+VOCAB = 61
+BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4
+"""One block of `tiny_model()`: layers, keys and values, positions, KV heads, head size, float32."""
+
+
+@functools.cache
+def tiny_model(
+    architecture: Architecture = "llama", heads: tuple[int, int, int] = (4, 2, 16), context_length: int = 2048
+) -> LoadedModel:
+    """Return a random model of two layers, loaded once."""
+    config = replace(tiny_config(heads, architecture), eos_ids=(7, 11), context_length=context_length)
+    return from_weights("tiny", config, tiny_weights(config, seed=3))
+
+
+@functools.cache
+def alone(request: Request, model: LoadedModel | None = None) -> Answer:
+    """Return what `request` comes to alone."""
+    return solo_run(model or tiny_model(), replace(request, id=None, priority=0, deadline_s=None), block_size=4)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Return a random prompt."""
+    return tuple(np.random.default_rng([length, seed]).integers(0, VOCAB, length).tolist())
+
+
+def ask(length: int, budget: int, seed: int = 0, **fields: object) -> Request:
+    """Return a request for exactly `budget` tokens."""
+    return Request(prompt(length, seed), max_new_tokens=budget, ignore_eos=True, **fields)  # type: ignore[arg-type]
+
+
+class Clock:
+    """Time as the test sets it."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Faults:
+    """What the next launch, gather, scatter or probe of a faulty device raises; None lets it pass."""
+
+    def __init__(self) -> None:
+        self.launch: BaseException | None = None
+        self.gather: BaseException | None = None
+        self.is_lost = False
+
+
+def faulty_engine(**settings: object) -> tuple[Engine, Faults, RecordingDevice]:
+    """Return an engine on a recording device that fails on command."""
+    recording, devices = recorded(tiny_model())
+    engine = Engine(recording, **settings)  # type: ignore[arg-type]
+    faults, device = Faults(), devices[0]
+    launch, gather = device.launch, device.gather
+
+    def faulty_launch(step: Step) -> ReferenceTicket:
+        error, faults.launch = faults.launch, None
+        if error is not None:
+            raise error
+        return launch(step)
+
+    def faulty_gather(blocks: object) -> object:
+        error, faults.gather = faults.gather, None
+        if error is not None:
+            raise error
+        return gather(blocks)  # type: ignore[arg-type]
+
+    def probe() -> None:
+        if faults.is_lost:
+            raise DeviceLost("pulled out")
+
+    device.launch = faulty_launch  # type: ignore[method-assign]
+    device.gather = faulty_gather  # type: ignore[method-assign,assignment]
+    device.probe = probe  # type: ignore[method-assign]
+    return engine, faults, device

@@ -1,0 +1,206 @@
+"""A token's bits depend on its own sequence alone: whatever else is in the batch, in the pool, or happened before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reprieve.device.reference import ReferenceDevice
+from reprieve.device.reference_weights import ReferenceWeights
+from reprieve.device.row_tiles import same_bits
+from tiny_models import Row, Runner, tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reprieve.device.kv_pool import KvKind
+    from reprieve.model.config import Architecture
+    from reprieve.model.weights import Tensor
+
+NUM_BLOCK_POSITIONS = 400  # positions in each pool
+WIDE = 512  # hidden size of the one model that is not tiny
+LENGTHS = (141, 37, 18, 9, 3)  # of the sequences; the first goes past one KV tile of 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and pool of the matrix."""
+
+    heads: tuple[int, int, int]
+    architecture: Architecture
+    kv: KvKind
+    block_size: int
+    hidden: int = 48
+
+    @property
+    def name(self) -> str:
+        heads = "x".join(map(str, self.heads))
+        return f"{self.architecture}-{heads}-{self.kv}-block{self.block_size}-hidden{self.hidden}"
+
+    def device(self, weights: ReferenceWeights | None = None) -> ReferenceDevice:
+        return ReferenceDevice(
+            self.weights() if weights is None else weights,
+            num_blocks=-(-NUM_BLOCK_POSITIONS // self.block_size),
+            block_size=self.block_size,
+            num_slots=8,
+            kv=self.kv,
+        )
+
+    def weights(self) -> ReferenceWeights:
+        config = tiny_config(self.heads, self.architecture, hidden=self.hidden)
+        return ReferenceWeights(config, tiny_weights(config, seed=self.block_size))
+
+
+CASES = [
+    Case((4, 2, 16), "llama", "f32", 1),
+    Case((9, 3, 8), "llama", "f16", 1),
+    Case((6, 6, 8), "qwen2", "bf16", 1),
+    Case((9, 3, 8), "qwen3", "f32", 4),
+    Case((4, 1, 16), "qwen2", "f16", 4),
+    Case((4, 2, 16), "qwen3", "bf16", 4),
+    Case((14, 2, 8), "qwen2", "f32", 16),
+    Case((4, 2, 16), "qwen3", "f16", 16),
+    Case((9, 3, 8), "mistral", "bf16", 16),
+    # Wide enough that OpenBLAS shares a tile's product among threads.
+    Case((9, 3, 64), "llama", "f32", 16, hidden=WIDE),
+]
+
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@dataclass(frozen=True)
+class Solo:
+    """What each sequence gives when it is decoded alone, a token at a time, in a pool of zeros."""
+
+    weights: ReferenceWeights
+    tokens: list[list[int]]
+    logits: list[NDArray[np.float32]]  # per sequence [length, vocab]
+
+
+@lru_cache(maxsize=len(CASES))
+def solo(case: Case) -> Solo:
+    """Return the oracle of `case`, computed once."""
+    weights = case.weights()
+    random = np.random.default_rng(7)
+    tokens = [random.integers(0, weights.config.vocab_size, length).tolist() for length in LENGTHS]
+    logits = []
+    for sequence in tokens:
+        runner = Runner.of(case.device(weights))
+        steps = [runner.run([Row(0, at, [token])])[0] for at, token in enumerate(sequence)]
+        logits.append(np.stack(steps))
+    return Solo(weights, tokens, logits)
+
+
+def run_mixed(runner: Runner, oracle: Solo, seed: int) -> list[str]:
+    """Run all sequences together in random chunks and company; return where logits differ from the oracle's."""
+    random = np.random.default_rng(seed)
+    slots = random.permutation(8)[: len(LENGTHS)].tolist()
+    done = [0] * len(LENGTHS)
+    differences: list[str] = []
+    while any(at < length for at, length in zip(done, LENGTHS, strict=True)):  # each round moves one on at least
+        going = [i for i, length in enumerate(LENGTHS) if done[i] < length]
+        chosen = [i for i in going if random.random() < 0.8] or going[:1]
+        rows = []
+        for i in sorted(chosen, key=lambda i: slots[i]):
+            chunk = 1 if random.random() < 0.5 else int(random.integers(1, 24))
+            rows.append(Row(slots[i], done[i], oracle.tokens[i][done[i] : done[i] + chunk], read=random.random() < 0.8))
+            done[i] += len(rows[-1].tokens)
+        logits = runner.run(rows)
+        differences += [
+            f"sequence {i} at {done[i] - 1}"
+            for i in chosen
+            if slots[i] in logits and not same_bits(logits[slots[i]], oracle.logits[i][done[i] - 1])
+        ]
+    return differences
+
+
+def replay(runner: Runner, slot: int, tokens: list[int], chunk: int) -> NDArray[np.float32]:
+    """Prefill `tokens` in chunks, the last of which may be shorter; return the last token's logits."""
+    for at in range(0, len(tokens), chunk):
+        logits = runner.run([Row(slot, at, tokens[at : at + chunk])])
+    return logits[slot]
+
+
+@each_case
+def test_mixed_batches_give_the_bits_of_a_solo_run(case: Case) -> None:
+    oracle = solo(case)
+    for seed in range(2):
+        assert run_mixed(Runner.of(case.device(oracle.weights), seed), oracle, seed) == []
+
+
+@each_case
+@pytest.mark.parametrize("filling", [np.nan, 1e30])
+def test_what_a_block_held_before_never_shows(case: Case, filling: float) -> None:
+    oracle = solo(case)
+    device = case.device(oracle.weights)
+    fill(device, filling)
+    assert run_mixed(Runner.of(device, 3), oracle, seed=3) == []
+
+
+def fill(device: ReferenceDevice, filling: float) -> None:
+    """Fill the whole pool with one value of its type; 1e30 is infinite in f16."""
+    if device.kv_dtype == "bf16":
+        device.pool.data.fill(np.array([filling], np.float32).view(np.uint32)[0] >> 16)
+    else:
+        with np.errstate(over="ignore"):
+            device.pool.data.fill(np.array(filling).astype(device.pool.data.dtype))
+
+
+@each_case
+def test_any_chunking_of_a_replay_writes_the_same_kv_and_gives_the_same_logits(case: Case) -> None:
+    oracle = solo(case)
+    tokens = oracle.tokens[0]
+    images = []
+    for seed, chunk in enumerate((1, 2, 7, 8, 61, len(tokens))):
+        device = case.device(oracle.weights)
+        runner = Runner.of(device, seed)
+        assert same_bits(replay(runner, seed, tokens, chunk), oracle.logits[0][-1])
+        images.append(device.gather(runner.tables[seed]))
+    for image in images[1:]:
+        assert np.array_equal(image, images[0])
+
+
+def test_the_block_size_never_shows() -> None:
+    for case in (CASES[0], CASES[-1]):
+        oracle = solo(case)
+        for block_size in (1, 3, 4, 16, 128, 200):
+            runner = Runner.of(replace(case, block_size=block_size).device(oracle.weights))
+            assert same_bits(replay(runner, 0, oracle.tokens[0], 20), oracle.logits[0][-1])
+
+
+@each_case
+def test_restored_blocks_elsewhere_go_on_with_the_same_bits(case: Case) -> None:
+    oracle = solo(case)
+    tokens, half = oracle.tokens[1], 19
+    device = case.device(oracle.weights)
+    runner = Runner.of(device)
+    replay(runner, 2, tokens[:half], 5)
+    image = device.gather(runner.tables[2])
+    runner.release(2)
+    fill(device, np.nan)
+    runner.grow(5, len(tokens))
+    device.scatter(runner.tables[5][: -(-half // case.block_size)], image)
+    image[:] = 255  # the caller may overwrite it
+    for at in range(half, len(tokens)):
+        assert same_bits(runner.run([Row(5, at, [tokens[at]])])[5], oracle.logits[1][at])
+
+
+class RowDependentWeights(ReferenceWeights):
+    """A negative control: the order of a reduction depends on how many rows there are."""
+
+    def linear(self, x: NDArray[np.float32], weight: Tensor, bias: Tensor | None) -> NDArray[np.float32]:
+        matrix = self[weight]
+        half = len(matrix) // 2 if len(x) > 1 else 0
+        result: NDArray[Any] = x[:, :half] @ matrix[:half] + x[:, half:] @ matrix[half:]
+        return result if bias is None else result + self[bias]
+
+
+def test_a_product_that_depends_on_the_batch_is_found() -> None:
+    case = CASES[0]
+    oracle = solo(case)
+    faulty = RowDependentWeights(oracle.weights.config, oracle.weights.model)
+    assert run_mixed(Runner.of(case.device(faulty)), oracle, seed=0) != []

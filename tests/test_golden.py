@@ -1,0 +1,39 @@
+"""Greedy answers of a real model equal those of an independent implementation in float32."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from reprieve import Engine, Request
+
+if TYPE_CHECKING:
+    from reprieve import LoadedModel
+
+GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parent / "data" / "smollm2_greedy.json").read_text())[
+    "prompts"
+]
+TINY_MARGIN = 1e-3  # the distance of the two best logits under which either may win
+
+
+@pytest.mark.smollm2
+def test_greedy_tokens_are_those_of_an_independent_implementation(smollm2: LoadedModel) -> None:
+    """All prompts at once, in a pool that holds about a third of what they need: neither may show."""
+    with Engine(smollm2, kv_blocks=36, block_size=16, max_slots=8, host_kv_bytes=6 * 2**20) as engine:
+        handles = [
+            engine.submit(Request(prompt["text"], max_new_tokens=96, chat=prompt["kind"] == "chat"))
+            for prompt in GOLDEN
+        ]
+        engine.run()
+        assert engine.stats.parks_by_spill > 0
+        assert engine.stats.parks_by_replay > 0
+    assert len(handles) == len(GOLDEN) == 12
+    for handle, prompt in zip(handles, GOLDEN, strict=True):
+        assert list(handle.prompt_tokens) == prompt["prompt_tokens"], prompt["text"]
+        firm = next(
+            (step for step, margin in enumerate(prompt["top2_margin"]) if margin < TINY_MARGIN), len(prompt["tokens"])
+        )
+        assert handle.tokens[:firm] == prompt["tokens"][:firm], prompt["text"]

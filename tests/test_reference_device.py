@@ -1,0 +1,307 @@
+"""The reference device: what a forward pass means, which steps it refuses, and what it keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reprieve.device.reference import ReferenceDevice
+from reprieve.device.reference_weights import ReferenceWeights
+from reprieve.device.row_tiles import blas_product, same_bits
+from reprieve.errors import DeviceLost, InvalidRequest
+from reprieve.model.config import Architecture, ModelConfig, rope_frequencies
+from reprieve.model.llama import forward
+from reprieve.model.weights import LayerWeights, ModelWeights, Rounding, Tensor, f32_to_bf16, rounded
+from reprieve.step import READ_NOTHING, TOKEN_ALL_NAN, TOKEN_NOT_READ, Device
+from tiny_models import ArrayTensor, Row, Runner, make_step, tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reprieve.device.kv_pool import KvKind
+
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def make_device(
+    config: ModelConfig, weights: ModelWeights, kv: KvKind = "f32", num_blocks: int = 20
+) -> ReferenceDevice:
+    return ReferenceDevice(ReferenceWeights(config, weights), num_blocks=num_blocks, block_size=4, num_slots=4, kv=kv)
+
+
+@pytest.fixture
+def device() -> ReferenceDevice:
+    config = tiny_config()
+    return make_device(config, tiny_weights(config))
+
+
+# Meaning.
+
+
+def naive_logits(config: ModelConfig, weights: ModelWeights, tokens: list[int]) -> NDArray[np.float64]:
+    """Return the logits of every position in float64, with full matrices, a causal mask and no cache."""
+
+    def value(tensor: Tensor) -> NDArray[np.float64]:
+        return np.asarray(tensor.float32(), np.float64)
+
+    def linear(x: NDArray[np.float64], weight: Tensor, bias: Tensor | None = None) -> NDArray[np.float64]:
+        product: NDArray[np.float64] = x @ value(weight).T
+        return product if bias is None else product + value(bias)
+
+    def norm(x: NDArray[np.float64], weight: Tensor) -> NDArray[np.float64]:
+        scale: NDArray[np.float64] = np.sqrt(np.square(x).mean(-1, keepdims=True) + config.rms_norm_eps)
+        normed: NDArray[np.float64] = x / scale * value(weight)
+        return normed
+
+    def heads(x: NDArray[np.float64], weight: Tensor | None) -> NDArray[np.float64]:
+        split = x.reshape(length, -1, config.head_size).swapaxes(0, 1)
+        return split if weight is None else norm(split, weight)
+
+    def turned(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        half = config.head_size // 2
+        swapped = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
+        result: NDArray[np.float64] = x * np.cos(angles) + swapped * np.sin(angles)
+        return result
+
+    def attention(layer: LayerWeights, x: NDArray[np.float64]) -> NDArray[np.float64]:
+        q = turned(heads(linear(x, layer.q, layer.q_bias), layer.q_norm))
+        k = turned(heads(linear(x, layer.k, layer.k_bias), layer.k_norm))
+        v = heads(linear(x, layer.v, layer.v_bias), None)
+        k, v = (np.repeat(each, config.num_heads // config.num_kv_heads, axis=0) for each in (k, v))
+        scores = q @ k.swapaxes(1, 2) / math.sqrt(config.head_size)
+        scores[:, np.triu(np.ones((length, length), bool), 1)] = -np.inf
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        mixed = shares / shares.sum(-1, keepdims=True) @ v
+        return linear(mixed.swapaxes(0, 1).reshape(length, -1), layer.o, layer.o_bias)
+
+    length = len(tokens)
+    angles = np.tile(np.outer(np.arange(length), rope_frequencies(config)), 2)
+    x = value(weights.embedding)[tokens]
+    for layer in weights.layers:
+        x = x + attention(layer, norm(x, layer.attention_norm))
+        normed = norm(x, layer.mlp_norm)
+        gate = linear(normed, layer.gate)
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(normed, layer.up), layer.down)
+    return linear(norm(x, weights.final_norm), weights.output)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("heads", [(4, 2, 16), (9, 3, 8), (6, 6, 8)])
+def test_a_step_is_the_plain_forward_pass(architecture: Architecture, heads: tuple[int, int, int]) -> None:
+    config = tiny_config(heads, architecture)
+    weights = tiny_weights(config, seed=5)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 30).tolist()
+    expected = naive_logits(config, weights, tokens)
+    runner = Runner.of(make_device(config, weights))
+    for at, chunk in ((0, 11), (11, 1), (12, 18)):
+        got = runner.run([Row(1, at, tokens[at : at + chunk])])[1]
+        assert np.allclose(got, expected[at + chunk - 1], rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_rounded_to_the_kind_asked_for() -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    kinds: tuple[Rounding, ...] = ("f16", "bf16")
+    for kind in kinds:
+        kept = ReferenceWeights(config, weights, kind)
+        assert same_bits(kept[weights.layers[1].up].T.copy(), rounded(weights.layers[1].up.float32(), kind))
+        assert not same_bits(kept[weights.final_norm], weights.final_norm.float32())
+    kinds = ("file", "f32")
+    for kind in kinds:
+        assert same_bits(ReferenceWeights(config, weights, kind)[weights.output].T.copy(), weights.output.float32())
+
+
+def test_a_tied_embedding_is_kept_once_and_two_devices_share_the_weights() -> None:
+    config = tiny_config(architecture="qwen2")
+    model = tiny_weights(config)
+    weights = ReferenceWeights(config, model)
+    assert weights[model.embedding] is weights[model.output]
+    devices = [ReferenceDevice(weights, num_blocks=3, block_size=4, num_slots=1) for _ in range(2)]
+    first, second = (Runner.of(device).run([Row(0, 0, [3, 1, 4])])[0] for device in devices)
+    assert same_bits(first, second)
+
+
+def test_each_weight_shape_is_probed_once_and_a_failing_height_is_not_used() -> None:
+    config = tiny_config()
+    heights: list[int] = []
+
+    def product(tile: NDArray[np.float32], weight: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+        heights.append(len(tile))
+        blas_product(tile, weight, out)
+        if len(tile) == 8:
+            out[5] = np.nextafter(out[5], np.float32(0))
+
+    weights = ReferenceWeights(config, tiny_weights(config), product=product)
+    assert heights.count(4) == 6 * (1 + 3 * 4)  # six shapes: q, k and v, o, gate and up, down, output
+    heights.clear()
+    weights.linear(np.ones((9, config.hidden_size), np.float32), weights.model.output, None)
+    assert heights == [4, 4, 4]
+
+
+def test_a_weight_of_another_shape_is_refused_by_name() -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    wrong = ArrayTensor("blk.0.odd", np.zeros((47, 64), np.float32))
+    broken = replace(weights, layers=(replace(weights.layers[0], o=wrong), weights.layers[1]))
+    with pytest.raises(InvalidRequest, match=r"blk\.0\.odd is \[47, 64\], the model needs \[48, 64\]"):
+        ReferenceWeights(config, broken)
+    with pytest.raises(InvalidRequest, match="1 layers, the model needs 2"):
+        ReferenceWeights(config, replace(weights, layers=weights.layers[:1]))
+
+
+class NamedCalls:
+    """`Ops` that records: a buffer is the number of the call that made it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: object) -> Any:
+            self.calls.append((name, *arguments))
+            made = f"{name} {len(self.calls)}"
+            return (made, f"sum {len(self.calls)}") if name == "add_rms_norm" else made
+
+        return call
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_architecture_looks_into_no_buffer_so_a_device_may_record_it(architecture: Architecture) -> None:
+    config = tiny_config(architecture=architecture)
+    weights = tiny_weights(config)
+    first, second = NamedCalls(), NamedCalls()
+    for ops in (first, second):
+        forward(ops, config, weights)
+    assert first.calls == second.calls
+    names = [call[0] for call in first.calls]
+    assert names[:2] == ["embed", "rms_norm"]
+    assert names[-3:] == ["select_readback", "linear", "argmax"]
+    assert names.count("linear") == 2 * 7 + 1
+    assert names.count("head_norm") == (4 if architecture == "qwen3" else 0)
+
+
+# What is read back.
+
+
+def test_only_rows_that_are_read_back_have_a_token_and_logits(device: ReferenceDevice) -> None:
+    changes = [(slot, 0, slot) for slot in range(3)]
+    ticket = device.launch(make_step([Row(0, 0, [1]), Row(1, 0, [2, 3], read=False), Row(2, 0, [4])], changes))
+    tokens = ticket.settle().tokens
+    assert tokens.dtype == np.int32
+    assert tokens[1] == TOKEN_NOT_READ
+    assert ticket.logit_rows.tolist() == [0, 2]
+    assert ticket.logits.argmax(axis=1).tolist() == tokens[[0, 2]].tolist()
+    nothing = device.launch(make_step([Row(1, 2, [3], read=False)], []))
+    assert nothing.settle().tokens.tolist() == [TOKEN_NOT_READ]
+    assert len(nothing.logits) == len(nothing.logit_rows) == 0
+
+
+def test_a_row_of_nan_is_that_rows_business_alone() -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    table = weights.embedding.float32()
+    healthy = Runner.of(make_device(config, weights)).run([Row(0, 0, [1, 2])])[0]
+    table[7] = np.nan
+    table[8] = np.inf
+    device = make_device(config, replace(weights, embedding=ArrayTensor("embedding", table)))
+    changes = [(slot, 0, slot) for slot in range(3)]
+    ticket = device.launch(make_step([Row(0, 0, [7]), Row(1, 0, [1, 2]), Row(2, 0, [8])], changes))
+    assert ticket.settle().tokens.tolist() == [TOKEN_ALL_NAN, healthy.argmax(), TOKEN_ALL_NAN]
+    assert same_bits(ticket.logits[1], healthy)
+
+
+def test_an_id_past_the_vocabulary_is_never_chosen() -> None:
+    config = tiny_config(vocab_size=37)
+    weights = tiny_weights(config, extra_vocab=59)
+    output = weights.output.float32()
+    output[37:] *= 100
+    device = make_device(config, replace(weights, output=ArrayTensor("output", output)))
+    wider = 0
+    for token in range(37):
+        ticket = device.launch(make_step([Row(0, 0, [token])], [(0, 0, 0)]))
+        assert ticket.settle().tokens[0] == ticket.logits[0, :37].argmax()
+        wider += ticket.logits[0].argmax() >= 37
+    assert wider > 0
+
+
+# Blocks and the rest of the protocol.
+
+
+@pytest.mark.parametrize(("kv", "item"), [("f32", 4), ("f16", 2), ("bf16", 2)])
+def test_gathered_blocks_come_back_byte_for_byte(kv: KvKind, item: int) -> None:
+    config = tiny_config()
+    device: Device = make_device(config, tiny_weights(config), kv)
+    assert isinstance(device, ReferenceDevice)
+    assert device.kv_dtype == kv
+    assert device.kv_shape == (2, 2, 4, 2, 16)
+    assert device.block_bytes == math.prod(device.kv_shape) * item
+    image = np.random.default_rng(0).integers(0, 256, 3 * device.block_bytes, np.uint8)
+    device.scatter([7, 0, 19], image)
+    assert np.array_equal(device.gather([7, 0, 19]), image)
+    assert np.array_equal(device.gather([19]), image[2 * device.block_bytes :])
+    assert not device.gather([1, 18]).any()
+    assert device.gather([]).size == 0
+
+
+def test_bad_blocks_and_images_are_refused_and_nothing_is_written(device: ReferenceDevice) -> None:
+    size = device.block_bytes
+    image = np.ones(2 * size, np.uint8)
+    with pytest.raises(InvalidRequest, match=r"\[20\] are not among the pool's 20 blocks"):
+        device.gather([3, 20])
+    for blocks, bad, message in (
+        ([0, -1], image, r"\[-1\] are not among"),
+        ([0], image, f"image: must be {size} bytes .*1 blocks of {size}.* not uint8 .{2 * size}"),
+        ([0, 1], image.view(np.float32), "image: must be .* not float32"),
+        ([4, 4], image, r"names a block twice: \[4, 4\]"),
+    ):
+        with pytest.raises(InvalidRequest, match=message):
+            device.scatter(blocks, bad)  # type: ignore[arg-type]
+    assert not device.pool.data.any()
+
+
+def test_bf16_kv_is_rounded_to_the_nearest(device: ReferenceDevice) -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    exact = make_device(config, weights)
+    coarse = make_device(config, weights, "bf16")
+    step = make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 0)])
+    exact.launch(step)
+    coarse.launch(step)
+    assert np.array_equal(coarse.pool.data[0, 0, :, :3], f32_to_bf16(exact.pool.data[0, 0, :, :3]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks: must be at least 1, not 0"),
+        ({"block_size": -4}, "block_size: must be at least 1, not -4"),
+        ({"num_slots": 0}, "num_slots: must be at least 1, not 0"),
+        ({"kv": "f64"}, 'kv: must be "f32", "f16" or "bf16", not \'f64\''),
+    ],
+)
+def test_bad_settings_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
+    config = tiny_config()
+    weights = ReferenceWeights(config, tiny_weights(config))
+    with pytest.raises(InvalidRequest) as caught:
+        ReferenceDevice(weights, **{"num_blocks": 4, "block_size": 4, "num_slots": 2} | setting)
+    assert str(caught.value) == message
+
+
+def test_a_closed_device_is_lost_and_closing_twice_is_fine(device: ReferenceDevice) -> None:
+    step = make_step([Row(0, 0, [1])], [(0, 0, 0)])
+    device.probe()
+    device.close()
+    device.close()
+    for call in (device.probe, lambda: device.launch(step), lambda: device.gather([0])):
+        with pytest.raises(DeviceLost):
+            call()
+
+
+def test_a_step_that_reads_nothing_still_writes_its_kv(device: ReferenceDevice) -> None:
+    step = make_step([Row(3, 0, [1, 2])], [(3, 0, 9)])
+    device.launch(replace(step, readback=np.array([READ_NOTHING], np.uint8)))
+    assert device.pool.data[9, :, :, :2].all()
+    assert not device.pool.data[9, :, :, 2:].any()

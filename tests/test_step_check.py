@@ -1,0 +1,102 @@
+"""A step that cannot be computed is refused with its numbers, and nothing is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from reprieve.device.reference import ReferenceDevice
+from reprieve.device.reference_weights import ReferenceWeights
+from reprieve.errors import InvalidRequest
+from tiny_models import Row, make_step, tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from reprieve.step import Step
+
+
+@pytest.fixture
+def device() -> ReferenceDevice:
+    config = tiny_config()
+    return ReferenceDevice(ReferenceWeights(config, tiny_weights(config)), num_blocks=20, block_size=4, num_slots=4)
+
+
+def good_step() -> Step:
+    """Return two rows, in slots 0 and 2, at positions 3 and 0; block 0 of slot 0 is known from an earlier step."""
+    return make_step([Row(0, 3, [5, 6]), Row(2, 0, [7, 8, 9])], [(0, 1, 4), (2, 0, 5)])
+
+
+def int32(*values: int) -> NDArray[np.int32]:
+    return np.array(values, np.int32)
+
+
+BAD_STEPS: dict[str, dict[str, NDArray[Any]]] = {
+    "step.token_ids: must be from 0 to 60, not [61]": {"token_ids": int32(5, 6, 7, 61, 9)},
+    "step.token_ids: must be from 0 to 60, not [-1]": {"token_ids": int32(5, 6, -1, 8, 9)},
+    "step.token_ids: must be C-contiguous int32 [5], not int64": {"token_ids": np.arange(5)},
+    "step.token_ids: must be C-contiguous int32 [5], not int32 [5], not C-": {"token_ids": np.zeros(10, np.int32)[::2]},
+    "step.positions: must be C-contiguous int32 [5], not int32 [4]": {"positions": int32(3, 4, 0, 1)},
+    "step.positions: must count from each row's start: token 2 is at 0, not 1": {"positions": int32(3, 4, 1, 2, 3)},
+    "step.slots: must ascend, each slot once: [2, 0]": {"slots": int32(2, 0)},
+    "step.slots: must ascend, each slot once: [2, 2]": {"slots": int32(2, 2)},
+    "step.slots: must be from 0 to 3, not [4]": {"slots": int32(0, 4)},
+    "step.seqs: must be C-contiguous uint64 [2], not int32": {"seqs": int32(0, 2)},
+    "step.starts: must be from 0 to 79, not [-1]": {"starts": int32(3, -1)},
+    "step.num_new: must be from 1 to 80, not [0]": {"num_new": int32(2, 0)},
+    "step.num_new: adds up to 6 tokens, token_ids has 5": {"num_new": int32(2, 4), "kv_lengths": int32(5, 4)},
+    "step.kv_lengths: must be starts + num_new, [3, 0] + [2, 3]: [5, 4]": {"kv_lengths": int32(5, 4)},
+    "step.kv_lengths: must be from 1 to 80, not [81]": {"kv_lengths": int32(5, 81)},
+    "step.readback: unknown kinds [2]": {"readback": np.array([1, 2], np.uint8)},
+    "step.table_changes: must be C-contiguous int32 [1, 3], not int32 [1, 2]": {
+        "table_changes": np.zeros((1, 2), np.int32)
+    },
+    "step.table_changes (slot): must be from 0 to 3, not [4]": {"table_changes": int32(4, 0, 1).reshape(1, 3)},
+    "step.table_changes (index): must be from 0 to 19, not [20]": {"table_changes": int32(0, 20, 1).reshape(1, 3)},
+    "step.table_changes (block): must be from 0 to 19, not [-1]": {"table_changes": int32(2, 0, -1).reshape(1, 3)},
+    "slot 0 needs blocks for 5 positions, its table lacks entries [1]": {"table_changes": int32(2, 0, 5).reshape(1, 3)},
+    "slot 2 needs blocks for 3 positions, its table lacks entries [0]": {"table_changes": int32(0, 1, 5).reshape(1, 3)},
+    "step: has no rows": {
+        name: np.zeros(0, np.uint64 if name == "seqs" else np.uint8 if name == "readback" else np.int32)
+        for name in ("token_ids", "positions", "seqs", "slots", "starts", "num_new", "kv_lengths", "readback")
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD_STEPS)
+def test_a_bad_step_is_refused_with_its_numbers_and_nothing_is_written(device: ReferenceDevice, message: str) -> None:
+    device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 3)]))
+    pool, tables = device.pool.data.copy(), device._tables.copy()
+    with pytest.raises(InvalidRequest) as caught:
+        device.launch(replace(good_step(), **BAD_STEPS[message]))
+    assert message in str(caught.value)
+    assert np.array_equal(device.pool.data, pool)
+    assert np.array_equal(device._tables, tables)
+    assert device.launch(good_step()).settle().tokens.min() >= 0
+
+
+def test_a_slot_that_is_given_to_another_sequence_forgets_its_table(device: ReferenceDevice) -> None:
+    device.launch(make_step([Row(0, 0, list(range(10)))], [(0, 0, 3), (0, 1, 4), (0, 2, 5)]))
+    device.launch(make_step([Row(0, 0, [1, 2])], [(0, 0, 7)]))
+    with pytest.raises(InvalidRequest, match=r"slot 0 needs blocks for 6 positions, its table lacks entries \[1\]"):
+        device.launch(make_step([Row(0, 2, [3, 4, 5, 6])], []))
+
+
+def test_a_launch_that_breaks_off_leaves_the_block_tables_as_they_were(
+    device: ReferenceDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = device._tables.copy()
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError
+
+    step = make_step([Row(0, 0, [1, 2])], [(0, 0, 3)])
+    with monkeypatch.context() as patch:
+        patch.setattr("reprieve.device.reference.forward", fail)
+        with pytest.raises(MemoryError):
+            device.launch(step)
+    assert np.array_equal(device._tables, tables)
+    assert device.launch(step).settle().tokens.min() >= 0
