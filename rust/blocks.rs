@@ -1,5 +1,7 @@
 //! Free list and reference counts of KV blocks.
 
+use std::collections::TryReserveError;
+
 use crate::error::Shortage;
 use crate::ids::BlockId;
 
@@ -12,9 +14,16 @@ pub struct BlockPool {
 
 impl BlockPool {
     /// A pool of `total` free blocks; the lowest are given out first.
-    #[must_use]
-    pub fn new(total: u32) -> Self {
-        Self { free: (0..total).rev().map(BlockId).collect(), holders: vec![0; total as usize] }
+    ///
+    /// # Errors
+    /// If there is no memory for its lists, 8 bytes a block.
+    pub fn try_new(total: u32) -> Result<Self, TryReserveError> {
+        let (mut free, mut holders) = (Vec::new(), Vec::new());
+        free.try_reserve_exact(total as usize)?;
+        holders.try_reserve_exact(total as usize)?;
+        free.extend((0..total).rev().map(BlockId));
+        holders.resize(total as usize, 0);
+        Ok(Self { free, holders })
     }
 
     /// Appends `count` free blocks to `table`, or changes nothing.
@@ -106,9 +115,13 @@ impl BlockPool {
 mod tests {
     use super::*;
 
+    fn pool_of(total: u32) -> BlockPool {
+        BlockPool::try_new(total).expect("small")
+    }
+
     #[test]
     fn a_refused_take_changes_nothing() {
-        let mut pool = BlockPool::new(3);
+        let mut pool = pool_of(3);
         let mut table = Vec::new();
         pool.take(2, &mut table).expect("three are free");
         let before = (pool.free.clone(), table.clone());
@@ -119,7 +132,7 @@ mod tests {
 
     #[test]
     fn giving_back_what_was_taken_restores_the_pool_exactly() {
-        let mut pool = BlockPool::new(8);
+        let mut pool = pool_of(8);
         let mut table = Vec::new();
         pool.take(5, &mut table).expect("eight are free");
         let before = format!("{pool:?}");
@@ -131,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_shared_block_is_free_after_its_last_holder() {
-        let mut pool = BlockPool::new(2);
+        let mut pool = pool_of(2);
         let mut table = Vec::new();
         pool.take(2, &mut table).expect("two are free");
         pool.share(&table[..1]);
@@ -146,6 +159,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "which is free")]
     fn giving_back_a_free_block_stops_the_program() {
-        BlockPool::new(2).give_back(&[BlockId(1)]);
+        pool_of(2).give_back(&[BlockId(1)]);
     }
 }

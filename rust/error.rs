@@ -61,6 +61,11 @@ pub enum Problem {
         /// Blocks in the pool.
         total: u32,
     },
+    /// More than there is memory for.
+    NoMemory {
+        /// What was given.
+        given: u32,
+    },
     /// A buffer that is too short for what must be written or read.
     TooShort {
         /// Elements it has.
@@ -87,6 +92,7 @@ impl fmt::Display for Problem {
                 write!(f, "has {given} tokens, the context holds {context_length}")
             }
             Self::NeverFits { needed, total } => write!(f, "needs {needed} KV blocks, the pool has {total} in all"),
+            Self::NoMemory { given } => write!(f, "is {given}, and there is no memory for so many"),
             Self::TooShort { given, needed } => write!(f, "has {given} elements, this step needs {needed}"),
         }
     }

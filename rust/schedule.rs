@@ -20,7 +20,7 @@ struct Room {
     slots: u32,
     blocks: u32,
     residents: u32,
-    /// Blocks by which the decode rows of this step grow.
+    /// Blocks by which the decode rows of this step grow, and the first decode rows of those that replay.
     growth: u32,
     /// Blocks that stay free for each resident.
     spare: u32,
@@ -34,14 +34,17 @@ impl Room {
             slots: ledger.free_slots(),
             blocks: ledger.blocks().free(),
             residents: ledger.num_residents(),
-            growth: ledger.residents().map(|sequence| sequence.growth(block_size)).sum(),
+            growth: ledger.residents().map(|sequence| sequence.coming_growth(block_size)).sum(),
             spare: ledger.settings().head_room,
             block_size,
         }
     }
 
-    /// The one rule of what fits: all blocks of the prompt or history, the growth of this step's decode rows (the
-    /// newcomer's own, if it decodes at once), and head-room for every resident. Alone, the blocks are enough.
+    /// The one rule of what fits: all blocks of the prompt or history, the growth of this step's decode rows, and
+    /// head-room for every resident. Alone, the blocks are enough.
+    ///
+    /// Who comes back has to have room for its next token too, and keeps it while it replays: with no head-room it would
+    /// otherwise replay its whole history, need one block, and give way again, over and over.
     fn fits(&self, newcomer: &Sequence) -> bool {
         let own = u64::from(blocks_for(newcomer.target(), self.block_size));
         let free = u64::from(self.blocks);
@@ -51,17 +54,16 @@ impl Room {
         if self.residents == 0 {
             return own <= free;
         }
-        let decodes_at_once = newcomer.generated() > 0 && newcomer.committed() == newcomer.target();
-        let own_growth = u64::from(decodes_at_once && newcomer.target().is_multiple_of(self.block_size));
+        let growth = u64::from(self.growth + newcomer.coming_growth(self.block_size));
         let head_room = u64::from(self.spare) * (u64::from(self.residents) + 1);
-        own + own_growth + u64::from(self.growth) + head_room <= free
+        own + growth + head_room <= free
     }
 
     fn without(&mut self, victim: &Sequence, frees: u32) {
         self.slots += 1;
         self.blocks += frees;
         self.residents -= 1;
-        self.growth -= victim.growth(self.block_size);
+        self.growth -= victim.coming_growth(self.block_size);
     }
 }
 

@@ -121,17 +121,22 @@ def test_who_waits_to_replay_comes_in_once_and_thrashes_nobody() -> None:
     with Engine(
         tiny_model(), kv_blocks=16, block_size=4, step_tokens=9, host_kv_bytes=0, max_slots=2, immunity_tokens=0
     ) as engine:
-        a = engine.submit(ask(43, 9, seed=1))
-        while not a.tokens:
+        p = engine.submit(ask(30, 16, seed=2))
+        while len(p.tokens) < 11:
             engine.step()
-        engine.step()
-        assert engine._books.committed(0) == 44
-        p = engine.submit(ask(40, 6, seed=2))
+        assert engine._books.committed(0) == 40
+        a = engine.submit(ask(43, 9, seed=1, priority=1))
+        engine.park(p, "replay")
+        while len(a.tokens) < 2:
+            engine.step()
+        assert engine._books.committed(1) == 44
+        # Its 10 blocks and two of head-room are not free before A is done.
         while not a.is_finished:
-            engine.step()
             assert engine.snapshot().waiting == (p.id,)
+            engine.step()
         engine.run()
-        assert engine.stats.tokens_replayed <= 40
+        assert engine.stats.tokens_replayed == 40
+        assert (a.stats.parks_by_replay, p.stats.parks_by_replay) == (0, 1)
         check_all_as_alone([a, p])
         check_serves_on(engine)
 

@@ -324,7 +324,7 @@ def test_an_id_is_taken_while_its_request_is_live() -> None:
         engine.run()
         second = engine.submit(ask(5, 3, id="mine"))
         with pytest.raises(UnknownRequest):
-            engine._live(Handle(first.request, "other", (1,), lambda: None))
+            engine._live(Handle(first.request, "other", (1,), lambda _: None))
         engine.run()
         check_as_alone(first, second)
 
@@ -342,17 +342,29 @@ def test_an_id_is_taken_while_its_request_is_live() -> None:
         ({"max_new_tokens": 1.5}, "max_new_tokens: .* not 1.5"),
         ({"deadline_s": 0}, "deadline_s: .* not 0"),
         ({"deadline_s": float("nan")}, "deadline_s: .* not nan"),
-        ({"priority": 2**31}, "priority: .* not 2147483648"),
+        ({"priority": 2**31}, "priority: must be an integer from -2147483648 to 2147483647, not 2147483648"),
         ({"prompt": (3, 61)}, "prompt: token id 61 at index 1 is not one of the 61 ids 0 to 60"),
         ({"prompt": (-1,)}, "prompt: token id -1 at index 0"),
         ({"prompt": (2**31,)}, "prompt: token id 2147483648"),
         ({"prompt": (5279552648203111001,)}, "prompt: token id 5279552648203111001"),
         ({"prompt": (2**70,)}, "prompt: 1180591620717411303424 at index 0"),
-        ({"prompt": ("a",)}, "prompt: 'a' at index 0"),
-        ({"stop_token_ids": (61,)}, "stop_ids: token id 61"),
-        ({"stop_token_ids": (-1,)}, "stop_ids: token id -1"),
+        ({"prompt": ("a",)}, r"prompt\[0\]: must be an integer, not 'a'"),
+        ({"prompt": (1, 2.0)}, r"prompt\[1\]: must be an integer, not 2.0"),
+        ({"prompt": (True,)}, r"prompt\[0\]: must be an integer, not True"),
+        ({"prompt": None}, "prompt: must be a sequence of token ids, not None"),
+        ({"prompt": {1: 2}}, "prompt: must be a sequence"),
+        ({"prompt": np.int64(3)}, "prompt: must be a sequence"),
+        ({"stop_token_ids": None}, "stop_token_ids: must be a sequence"),
+        ({"stop_token_ids": (3, 61)}, "stop_token_ids: token id 61 at index 1"),
+        ({"stop": None}, "stop: must be a sequence"),
+        ({"id": 7}, "id: .* not 7"),
+        ({"deadline_s": 10**400}, "deadline_s: must be a number of seconds"),
+        ({"deadline_s": "soon"}, "deadline_s: must be a number of seconds"),
+        ({"max_new_tokens": True}, "max_new_tokens: .* not True"),
+        ({"stop_token_ids": (61,)}, "stop_token_ids: token id 61"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids: token id -1"),
         ({"stop": "text"}, "stop: "),
-        ({"stop": ("",)}, "stop: "),
+        ({"stop": ("x", "")}, r"stop\[1\]: "),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name_and_the_next_is_right(fields: dict[str, Any], named: str) -> None:
@@ -379,6 +391,13 @@ def test_no_budget_runs_to_the_context_and_a_huge_one_is_never_reserved() -> Non
     [
         ({"kv_blocks": 0}, "kv_blocks: .* not 0"),
         ({"block_size": -4}, "block_size: .* not -4"),
+        ({"kv_blocks": 2**31 - 1, "block_size": 2**20}, "kv_blocks: is 2147483647, and there is no memory"),
+        ({"kv_blocks": 2**32}, "kv_blocks: must be an integer from 1 to 2147483647, not 4294967296"),
+        ({"max_slots": 2**21}, "max_slots: must be an integer from 1 to 1048576, not 2097152"),
+        ({"head_room": 2**40}, "head_room: "),
+        ({"immunity_tokens": 2**64}, "immunity_tokens: "),
+        ({"victim": []}, "victim: "),
+        ({"park_constrained": 3}, "park_constrained: "),
         ({"max_slots": 0}, "max_slots"),
         ({"step_tokens": 0}, "step_tokens"),
         ({"host_kv_bytes": -1}, "host_kv_bytes: .* not -1"),

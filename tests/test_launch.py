@@ -303,13 +303,29 @@ def test_a_bug_of_the_books_goes_through_as_it_is_with_the_reservation_handed_ba
     assert ticket is not None
 
     def refuse_too(tokens: NDArray[np.int32], outcomes: NDArray[np.uint8]) -> None:
-        raise InvalidRequest("tokens", "holds an id that is none")
+        raise InvalidRequest("outcomes", "is too short")
 
     monkeypatch.setattr(rig.books, "commit", refuse_too)
     with pytest.raises(InvalidRequest):
         rig.settle(ticket)
     assert rig.books.snapshot() == rig.books.before_reserve
     assert rig.device.counts["probe"] == 0
+
+
+def test_an_answer_that_is_no_token_fails_the_step_and_not_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = crowded(0)
+    ticket = rig.launch()
+    assert ticket is not None
+
+    def refuse(tokens: NDArray[np.int32], outcomes: NDArray[np.uint8]) -> None:
+        raise InvalidRequest("tokens", "holds an id that is none")
+
+    monkeypatch.setattr(rig.books, "commit", refuse)
+    with pytest.raises(StepAborted) as aborted:
+        rig.settle(ticket)
+    assert list(aborted.value.seqs) == ticket.step.seqs.tolist()
+    assert isinstance(aborted.value.__cause__, StepFailed)
+    assert rig.books.snapshot() == rig.books.before_reserve
 
 
 def test_settling_with_nothing_in_flight_is_refused() -> None:

@@ -34,7 +34,7 @@ class Ledger:
         *,
         max_new_tokens: int = ...,
         priority: int = 0,
-        stop_ids: Iterable[int] | None = None,
+        stop_token_ids: Iterable[int] | None = None,
         replayable: bool = True,
         constrained: bool = False,
     ) -> int: ...

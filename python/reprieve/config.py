@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from reprieve.errors import InvalidRequest
+from reprieve.request import integer
 
 if TYPE_CHECKING:
     from reprieve.request import ParkBy
+
+_BOUNDS: Final = {
+    "kv_blocks": (1, 2**31 - 1),
+    "block_size": (1, 2**31 - 1),
+    "max_slots": (1, 2**20),
+    "step_tokens": (1, 2**24),
+    "host_kv_bytes": (0, 2**63 - 1),
+    "head_room": (0, 2**31 - 1),
+    "immunity_tokens": (0, 2**63 - 1),
+    "context_length": (1, 2**31 - 1),
+    "force_park_every": (0, 2**63 - 1),
+}
+"""The least and the most that each number may be: what the books can count with."""
 
 VictimPolicy: TypeAlias = Literal["fewest_generated", "newest", "largest"]
 
@@ -48,25 +62,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Check each setting alone; what depends on the model is checked when the engine is made."""
-        at_least = {
-            "kv_blocks": 1,
-            "block_size": 1,
-            "max_slots": 1,
-            "step_tokens": 1,
-            "host_kv_bytes": 0,
-            "head_room": 0,
-            "immunity_tokens": 0,
-            "context_length": 1,
-            "force_park_every": 0,
-        }
-        for setting in fields(self):
-            lowest = at_least.get(setting.name)
-            value = getattr(self, setting.name)
-            if lowest is None or (value is None and setting.name == "context_length"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise InvalidRequest(setting.name, f"must be an integer of at least {lowest}, not {value!r}")
-        if self.victim not in {"fewest_generated", "newest", "largest"}:
+        for setting, (least, most) in _BOUNDS.items():
+            value = getattr(self, setting)
+            if value is not None or setting != "context_length":
+                # The class is frozen for everybody else.
+                object.__setattr__(self, setting, integer(setting, value, least, most))
+        if self.victim not in ("fewest_generated", "newest", "largest"):
             raise InvalidRequest("victim", f'must be "fewest_generated", "newest" or "largest", not {self.victim!r}')
-        if self.force_park_by not in {None, "spill", "replay"}:
+        if not isinstance(self.park_constrained, bool):
+            raise InvalidRequest("park_constrained", f"must be True or False, not {self.park_constrained!r}")
+        if self.force_park_by not in (None, "spill", "replay"):
             raise InvalidRequest("force_park_by", f'must be None, "spill" or "replay", not {self.force_park_by!r}')

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import numpy as np
 
 from reprieve._native import Ledger
 from reprieve.config import EngineConfig
+from reprieve.deadlines import Deadlines
+from reprieve.delivery import Delivery
 from reprieve.errors import (
     CannotPark,
     DeviceLost,
@@ -23,22 +23,14 @@ from reprieve.errors import (
 )
 from reprieve.handle import Handle
 from reprieve.image_store import HostStore
-from reprieve.journal import EngineStats, Journal, Live
+from reprieve.journal import Journal, Live
 from reprieve.latch import FaultLatch
 from reprieve.launch import StepAborted, end_rows, launch_with_preemption, settle
 from reprieve.loading import KV_TYPES, DeviceSettings, LoadedModel, load
 from reprieve.park import Parker
 from reprieve.request import Request
-from reprieve.step import (
-    OUTCOME_LENGTH,
-    OUTCOME_NAN,
-    OUTCOME_NOTHING_ALLOWED,
-    OUTCOME_STOP,
-    OUTCOME_TOKEN,
-    READ_ARGMAX,
-    StepBuffers,
-    StepShape,
-)
+from reprieve.stats import EngineSnapshot, EngineStats, Progress, SlotView
+from reprieve.step import READ_ARGMAX, StepBuffers, StepShape
 from reprieve.text import TextStream
 
 if TYPE_CHECKING:
@@ -49,7 +41,7 @@ if TYPE_CHECKING:
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.weights import Rounding
     from reprieve.request import FinishReason, ParkBy
-    from reprieve.step import Step, StepResult
+    from reprieve.step import Device, Step
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -58,48 +50,6 @@ _STALLED_PASSES: Final = 16
 
 _UNBOUNDED: Final = 2**63 - 1
 """A budget that the context always ends before."""
-
-_FINISH_REASONS: Final[dict[int, FinishReason]] = {
-    OUTCOME_STOP: "stop",
-    OUTCOME_LENGTH: "length",
-    OUTCOME_NOTHING_ALLOWED: "constraint",
-    OUTCOME_NAN: "nan",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What one `Engine.step` did.
-
-    "progressed": tokens or chunks were committed, or requests ended. "waiting": there is work, but nothing could be
-    launched; `waiting_for` is the request that should come next and `until` the clock's time of the next deadline, if
-    any. "idle": no request is live.
-    """
-
-    state: Literal["progressed", "waiting", "idle"]
-    waiting_for: str | None = None
-    until: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlotView:
-    """Who sits in a slot: the request, its sequence's state ("prefilling", "decoding"), blocks and tokens so far."""
-
-    request_id: str
-    state: str
-    blocks: int
-    generated: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """What an engine holds between two steps; `waiting` is in the order of coming in, None is a free slot."""
-
-    slots: tuple[SlotView | None, ...]
-    waiting: tuple[str, ...]
-    total_blocks: int
-    free_blocks: int
-    host_bytes: int
 
 
 class Engine:
@@ -130,18 +80,18 @@ class Engine:
             raise InvalidRequest("kv", f"must be one of {', '.join(KV_TYPES)}, not {kv!r}")
         self.model = model if isinstance(model, LoadedModel) else load(model, device=device, weights=weights)
         self.kv: KvKind = "f32" if kv == "auto" else kv
-        self._clock = clock
-        self._books = _books(self.config, self.model)
-        self._device = self.model.make_device(
-            DeviceSettings(self.config.kv_blocks, self.config.block_size, self.config.max_slots, self.kv)
-        )
+        context_length = _context_length(self.config, self.model)
+        self._device = _device(self.config, self.model, self.kv)
+        self._books = _books(self.config, self.model, context_length)
         self._store = HostStore(self.config.host_kv_bytes)
         self._journal = Journal(clock)
         self._parker = Parker(self._books, self._device, self._store, self._journal)
-        self._latch = FaultLatch(on_device_lost)
+        self._on_device_lost = on_device_lost
+        self._latch = FaultLatch(self._end_all_as_lost)
         self._buffers = StepBuffers(StepShape(*self._books.step_shape()))
         self._outcomes = np.zeros(self.config.max_slots, np.uint8)
-        self._deadlines: list[tuple[float, int]] = []
+        self._delivery = Delivery(self._books, self._journal)
+        self._deadlines = Deadlines(lambda seq: self._journal.by_seq(seq) is not None)
         self._numbers = itertools.count()
         self._stalled_passes = 0
         self._is_closed = False
@@ -169,17 +119,18 @@ class Engine:
         stream = self._stream(request)
         eos = () if request.ignore_eos else self.model.config.eos_ids
         budget = request.max_new_tokens
+        deadline = None if request.deadline_s is None else self._journal.now() + request.deadline_s
         seq = self._books.submit(
             prompt,
             max_new_tokens=_UNBOUNDED if budget is None else min(budget, _UNBOUNDED),
             priority=request.priority,
-            stop_ids=[*eos, *request.stop_token_ids],
+            stop_token_ids=[*request.stop_token_ids, *eos],
         )
         # Everything that can fail is above this line.
         handle = Handle(request, request_id, prompt, self._advance)
         self._journal.open(Live(seq, handle, stream))
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (self._clock() + request.deadline_s, seq))
+        if deadline is not None:
+            self._deadlines.add(deadline, seq, len(self._journal))
         return handle
 
     def cancel(self, request: Handle | str) -> None:
@@ -189,7 +140,7 @@ class Engine:
         """
         if isinstance(request, Handle) and request.is_finished:
             return
-        self._end(self._live(request).seq, "cancelled")
+        self._end(self._live(request), "cancelled")
 
     def park(self, request: Handle | str, by: ParkBy | None = None) -> ParkBy | None:
         """Park a resident request by hand; return how, or None (and no change) if it is queued or parked already.
@@ -197,13 +148,13 @@ class Engine:
         `by` asks for a way; over the byte budget it is replayed. It comes back by itself in its turn. Raises
         `CannotPark`, `UnknownRequest`, `RequestFinished`, `DeviceLost`, with nothing changed.
         """
-        if by not in {None, "spill", "replay"}:
+        if by not in (None, "spill", "replay"):
             raise InvalidRequest("by", f'must be None, "spill" or "replay", not {by!r}')
         live = self._live(request)
         try:
             return self._parker.park(live.seq, "by_hand", by)
         except DeviceLost as lost:
-            self._lose(lost)
+            self._latch.trip(lost)
             raise
 
     def resume(self, request: Handle | str) -> bool:
@@ -222,6 +173,7 @@ class Engine:
         `device_lost`, and then the engine takes no more.
         """
         self._require_open(lost_is_open=True)
+        self._delivery.run()  # what an interrupt left
         ended = self._expire()
         if not len(self._journal):
             return Progress("progressed" if ended else "idle")
@@ -232,12 +184,17 @@ class Engine:
             if ticket is None:
                 return self._without_launch(progressed=ended or len(self._journal) < before)
             result = settle(self._books, self._device, ticket, self._outcomes)
-            self._deliver(ticket.step, result)
+            self._delivery.add(ticket.step, result, self._outcomes)
+            self._delivery.run()
             self._force_parks(ticket.step)
         except StepAborted as failure:
             end_rows(self._parker, failure)
         except DeviceLost as lost:
-            self._lose(lost)
+            self._latch.trip(lost)
+        except BaseException:
+            # An interrupt, or a bug: whatever it broke off, no reservation stays behind.
+            self._books.hand_back()
+            raise
         self._stalled_passes = 0
         return Progress("progressed")
 
@@ -274,9 +231,13 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
-        for live in self._journal:
-            self._end(live.seq, "cancelled")
-        self._device.close()
+        try:
+            self._books.hand_back()
+            self._delivery.run()
+            for live in self._journal:
+                self._end(live, "cancelled")
+        finally:
+            self._device.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -290,9 +251,10 @@ class Engine:
 
     # The parts.
 
-    def _advance(self) -> None:
-        """Make one step for somebody who waits for an event."""
-        self.step()
+    def _advance(self, handle: Handle) -> None:
+        """Make one step for somebody who waits for an event of `handle`."""
+        if self.step().state == "idle" and not handle.is_finished:
+            raise RuntimeError(f"request {handle.id!r} has not ended, and the engine has no work: a bug")
 
     def _require_open(self, *, lost_is_open: bool = False) -> None:
         if self._is_closed:
@@ -332,64 +294,45 @@ class Engine:
             raise UnknownRequest(request_id)
         return live
 
-    def _end(self, seq: int, reason: FinishReason, cause: BaseException | None = None) -> None:
+    def _end(self, live: Live, reason: FinishReason, cause: BaseException | None = None) -> None:
         """End a live request whose committed KV is sound."""
-        self._parker.end(seq, reason, cause, reuse=reason != "device_lost")
+        if not self._parker.end(live.seq, reason, cause, reuse=reason != "device_lost"):
+            # The books let go of it before its stream was told.
+            self._journal.finish(live, reason, cause)
 
     def _expire(self) -> bool:
         """End whoever is past its deadline, wherever it is; return whether there was one."""
         ended = False
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, seq = heapq.heappop(self._deadlines)
-            if self._journal.by_seq(seq) is not None:
-                self._end(seq, "deadline")
+        while (seq := self._deadlines.pop_due(self._journal.now())) is not None:
+            live = self._journal.by_seq(seq)
+            if live is not None:
+                self._end(live, "deadline")
                 ended = True
         return ended
 
-    def _lose(self, lost: DeviceLost) -> None:
-        """End every live request, once and for all."""
+    def _end_all_as_lost(self, lost: DeviceLost) -> None:
+        """End every live request, once and for all, and only then tell the caller. Called by the latch, once."""
         self._books.hand_back()
-        self._latch.trip(lost)
         for live in self._journal:
-            self._end(live.seq, "device_lost", lost)
+            self._end(live, "device_lost", lost)
+        if self._on_device_lost is not None:
+            self._on_device_lost(lost)
 
     def _without_launch(self, *, progressed: bool) -> Progress:
         """Say why nothing was launched; the watchdog ends a request that has made no progress for too long."""
         if progressed or not len(self._journal):
             self._stalled_passes = 0
             return Progress("progressed" if progressed else "idle")
-        seq = next(iter([*self._books.waiting(), *self._books.residents()]))
-        live = self._journal.by_seq(seq)
-        waiting_for = live.handle.id if live is not None else None
+        order = [*self._books.waiting(), *self._books.residents()]
+        live = next((found for seq in order if (found := self._journal.by_seq(seq)) is not None), None)
+        live = next(iter(self._journal)) if live is None else live
         self._stalled_passes += 1
         if self._stalled_passes >= _STALLED_PASSES:
-            _LOG.error("request %s made no progress in %d passes and ends", waiting_for, self._stalled_passes)
+            _LOG.error("request %s made no progress in %d passes and ends", live.handle.id, self._stalled_passes)
             self._stalled_passes = 0
-            self._end(seq, "no_progress")
+            self._end(live, "no_progress")
             return Progress("progressed")
-        return Progress("waiting", waiting_for, self._deadlines[0][0] if self._deadlines else None)
-
-    def _deliver(self, step: Step, result: StepResult) -> None:
-        """Turn a settled step into events."""
-        self._journal.stats.steps += 1
-        rows = zip(
-            step.seqs.tolist(),
-            step.starts.tolist(),
-            step.num_new.tolist(),
-            result.tokens.tolist(),
-            self._outcomes.tolist(),
-            strict=False,  # outcomes are as many as there are slots
-        )
-        for seq, start, num_new, token_id, outcome in rows:
-            self._journal.chunk(seq, start, num_new)
-            stopped = False
-            if outcome in {OUTCOME_TOKEN, OUTCOME_STOP, OUTCOME_LENGTH}:
-                stopped = self._journal.token(seq, token_id, shown=outcome != OUTCOME_STOP)
-            if stopped:
-                self._books.release(seq, reuse=True)
-                self._journal.finish(seq, "stop")
-            elif outcome in _FINISH_REASONS:
-                self._journal.finish(seq, _FINISH_REASONS[outcome])
+        return Progress("waiting", live.handle.id, self._deadlines.next())
 
     def _force_parks(self, step: Step) -> None:
         """Park each sequence whose newest token is one after which the settings ask for it; skip who cannot be."""
@@ -418,12 +361,17 @@ def _config(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConf
     return config
 
 
-def _books(config: EngineConfig, model: LoadedModel) -> Ledger:
-    """Return empty books for `model`."""
-    context_length = config.context_length or model.config.context_length
-    if context_length > model.config.context_length:
-        problem = f"is {context_length}, the model was made for {model.config.context_length} positions"
+def _context_length(config: EngineConfig, model: LoadedModel) -> int:
+    """Return the most positions of a sequence."""
+    most = model.config.context_length
+    if config.context_length is not None and config.context_length > most:
+        problem = f"is {config.context_length}, the model was made for {most} positions"
         raise InvalidRequest("context_length", problem)
+    return config.context_length or most
+
+
+def _books(config: EngineConfig, model: LoadedModel, context_length: int) -> Ledger:
+    """Return empty books for `model`."""
     return Ledger(
         num_blocks=config.kv_blocks,
         block_size=config.block_size,
@@ -437,3 +385,12 @@ def _books(config: EngineConfig, model: LoadedModel) -> Ledger:
         victim=config.victim,
         park_constrained=config.park_constrained,
     )
+
+
+def _device(config: EngineConfig, model: LoadedModel, kv: KvKind) -> Device:
+    """Return a device with an empty KV pool."""
+    try:
+        return model.make_device(DeviceSettings(config.kv_blocks, config.block_size, config.max_slots, kv))
+    except MemoryError as error:
+        problem = f"is {config.kv_blocks}, and there is no memory for a pool of so many blocks: {error}"
+        raise InvalidRequest("kv_blocks", problem) from error

@@ -22,7 +22,7 @@ class Handle:
     """
 
     def __init__(
-        self, request: Request, request_id: str, prompt_tokens: Sequence[int], advance: Callable[[], object]
+        self, request: Request, request_id: str, prompt_tokens: Sequence[int], advance: Callable[[Handle], object]
     ) -> None:
         self.request = request
         self.id = request_id
@@ -65,7 +65,7 @@ class Handle:
         while not self._events:
             if self.is_finished:
                 raise StopIteration
-            self._advance()
+            self._advance(self)
         return self._events.popleft()
 
     def take_events(self) -> list[Event]:
@@ -77,7 +77,7 @@ class Handle:
     def result(self) -> str:
         """Step the engine until the request has ended; return its whole text. Its events can still be taken."""
         while not self.is_finished:
-            self._advance()
+            self._advance(self)
         return self.text
 
     def _push(self, event: Event) -> None:

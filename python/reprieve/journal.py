@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from reprieve.request import DONE_REASONS, RETRYABLE, Done, Failed, Paused, Resumed, Token
+from reprieve.stats import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -14,18 +16,7 @@ if TYPE_CHECKING:
     from reprieve.request import FinishReason, ParkBy, PauseReason
     from reprieve.text import TextStream
 
-
-@dataclass(slots=True)
-class EngineStats:
-    """Totals since an engine was made; bytes are KV payload."""
-
-    steps: int = 0
-    tokens_generated: int = 0
-    tokens_replayed: int = 0
-    parks_by_spill: int = 0
-    parks_by_replay: int = 0
-    spilled_bytes: int = 0
-    restored_bytes: int = 0
+_LOG: Final = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,6 +33,11 @@ class Live:
     positions_parked: int = 0
     positions_lost: int = 0
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether one of its stop texts is complete."""
+        return self.stream is not None and self.stream.stopped is not None
+
 
 class Journal:
     """Maps sequences and request ids to live requests, and listens to the parker. See `reprieve.park.Listener`."""
@@ -49,6 +45,7 @@ class Journal:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.stats = EngineStats()
         self._clock = clock
+        self._now = float(clock())
         self._by_seq: dict[int, Live] = {}
         self._by_id: dict[str, Live] = {}
 
@@ -59,6 +56,14 @@ class Journal:
     def __iter__(self) -> Iterator[Live]:
         """Iterate over the live requests in the order of submission; they may end meanwhile."""
         return iter(list(self._by_seq.values()))
+
+    def now(self) -> float:
+        """Return the clock's time; where the clock raises, or goes back, the last one: no event is lost by it."""
+        try:
+            self._now = max(self._now, float(self._clock()))
+        except Exception:  # noqa: BLE001  the clock is the caller's
+            _LOG.exception("the clock raised")
+        return self._now
 
     def open(self, live: Live) -> None:
         """Begin to keep a request that was just submitted."""
@@ -75,30 +80,30 @@ class Journal:
 
     # What a step did.
 
-    def chunk(self, seq: int, start: int, num_new: int) -> None:
+    def chunk(self, live: Live, start: int, num_new: int) -> None:
         """Record that a chunk of `num_new` positions from `start` was committed."""
-        live = self._by_seq[seq]
         again = max(min(start + num_new, live.positions_lost) - start, 0)
         live.handle.stats.replayed_tokens += again
         self.stats.tokens_replayed += again
 
-    def token(self, seq: int, token_id: int, *, shown: bool) -> bool:
-        """Record a token; `shown` says whether its text is given out. Return whether it completed a stop text."""
-        live = self._by_seq[seq]
+    def token(self, live: Live, token_id: int, *, shown: bool) -> None:
+        """Record a token; `shown` says whether its text is given out."""
         text = live.stream.push(token_id) if live.stream is not None and shown else ""
         handle = live.handle
         self.stats.tokens_generated += 1
         handle._push(Token(token_id, len(handle.tokens), text))  # noqa: SLF001  the journal fills handles
-        return live.stream is not None and live.stream.stopped is not None
 
-    def finish(self, seq: int, reason: FinishReason, cause: BaseException | None = None) -> None:
+    def finish(self, live: Live, reason: FinishReason, cause: BaseException | None = None) -> None:
         """Record that a request has ended, with what was held back of its text, and stop keeping it."""
-        live = self._by_seq.pop(seq)
-        del self._by_id[live.handle.id]
-        self._close_pause(live)
-        text = live.stream.finish() if live.stream is not None else ""
-        event = Done(reason, text) if reason in DONE_REASONS else Failed(reason, RETRYABLE[reason], cause, text)
-        live.handle._push(event)  # noqa: SLF001  the journal fills handles
+        if not live.handle.is_finished:
+            self._close_pause(live)
+            text = live.stream.finish() if live.stream is not None else ""
+            if reason == "length" and live.has_stopped:
+                reason = "stop"  # the stop text was complete with what was held back
+            event = Done(reason, text) if reason in DONE_REASONS else Failed(reason, RETRYABLE[reason], cause, text)
+            live.handle._push(event)  # noqa: SLF001  the journal fills handles
+        self._by_seq.pop(live.seq, None)
+        self._by_id.pop(live.handle.id, None)
 
     # What the parker did.
 
@@ -108,7 +113,7 @@ class Journal:
     def parked(self, seq: int, by: ParkBy, reason: PauseReason, positions: int, spilled_bytes: int) -> None:
         """Record that a request gave way."""
         live = self._by_seq[seq]
-        live.paused_at = self._clock()
+        live.paused_at = self.now()
         live.positions_parked = positions
         for stats in (live.handle.stats, self.stats):
             stats.spilled_bytes += spilled_bytes
@@ -127,13 +132,13 @@ class Journal:
 
     def ended(self, seq: int, code: FinishReason, cause: BaseException | None) -> None:
         """Record that a sequence ended before it was done."""
-        self.finish(seq, code, cause)
+        self.finish(self._by_seq[seq], code, cause)
 
     def _close_pause(self, live: Live) -> float:
         """Return the length of the pause that ends now, in seconds; 0 if there is none."""
         if live.paused_at is None:
             return 0.0
-        paused_s = self._clock() - live.paused_at
+        paused_s = self.now() - live.paused_at
         live.paused_at = None
         stats = live.handle.stats
         stats.total_pause_s += paused_s

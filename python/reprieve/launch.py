@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reprieve.errors import BooksMisused, DeviceLost, KvExhausted, RowFailed, StepFailed
+from reprieve.errors import BooksMisused, DeviceLost, InvalidRequest, KvExhausted, RowFailed, StepFailed
 from reprieve.latch import FaultLatch, classified
-from reprieve.request import RETRYABLE, FinishReason
+from reprieve.request import DONE_REASONS, RETRYABLE, FinishReason
 from reprieve.step import Step
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def launch_with_preemption(books: Books, device: Device, parker: Parker, buffers
 def settle(books: Books, device: Device, ticket: Ticket, outcomes: NDArray[np.uint8]) -> StepResult:
     """Wait for a launched step and commit its tokens; `outcomes` [>= rows] u8 gets an OUTCOME_ for each row.
 
-    Raises `StepAborted` or `DeviceLost` if the step failed, or answered with anything but `tokens` [rows] i32; it is
-    handed back then, so committed lengths and histories are as before it was launched.
+    Raises `StepAborted` or `DeviceLost` if the step failed, or answered with anything but `tokens` [rows] i32 of the
+    vocabulary; it is handed back then, so committed lengths and histories are as before it was launched.
     """
     try:
         result = ticket.settle()  # syncs
@@ -83,8 +83,10 @@ def settle(books: Books, device: Device, ticket: Ticket, outcomes: NDArray[np.ui
         raise
     try:
         books.commit(result.tokens, outcomes)
-    except BaseException:
-        books.hand_back()
+    except BaseException as error:
+        seqs = _handed_back(books, ticket.step)
+        if isinstance(error, InvalidRequest) and error.field == "tokens":  # the device's answer
+            raise StepAborted(seqs) from StepFailed(f"the device answered with {error}")
         raise
     return result
 
@@ -125,8 +127,8 @@ def _verdict(device: Device, seqs: tuple[int, ...], error: Exception) -> StepAbo
 
 
 def _finish_reason(code: str) -> FinishReason:
-    """Return `code` if it is in the closed list of finish reasons, as a device of somebody's own may say anything."""
-    return next((reason for reason in RETRYABLE if reason == code), "step_failed")
+    """Return `code` if it is a way to fail, as a device of somebody's own may say anything."""
+    return next((reason for reason in RETRYABLE if reason == code and reason not in DONE_REASONS), "step_failed")
 
 
 def _check_tokens(tokens: NDArray[np.int32], num_rows: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from reprieve.device.reference import ReferenceDevice
@@ -15,7 +16,6 @@ from reprieve.text import load_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.config import ModelConfig
@@ -70,7 +70,9 @@ def load(model: str | Path, *, device: str = "auto", weights: Rounding = "file")
     path = resolve_model(model)
     opened = load_model(path)
     text = load_text(path, opened.metadata)
-    return from_weights(opened.name, opened.config, opened.weights, text, weights=weights)
+    # A hub snapshot lies in a folder that is named after a commit.
+    name = opened.name if path == Path(model) else str(model)
+    return from_weights(name, opened.config, opened.weights, text, weights=weights)
 
 
 def from_weights(
@@ -79,7 +81,9 @@ def from_weights(
     """Return a model on the reference device whose weights come from anywhere: see `ModelWeights`."""
     if text is not None and text.tokenizer.num_ids < config.vocab_size:
         # The output is padded to a round number of rows; an id that is no token must never be chosen.
-        config = replace(config, vocab_size=text.tokenizer.num_ids)
+        vocab_size = text.tokenizer.num_ids
+        eos_ids = tuple(token_id for token_id in config.eos_ids if token_id < vocab_size)
+        config = replace(config, vocab_size=vocab_size, eos_ids=eos_ids)
     shared = ReferenceWeights(config, model, weights)
 
     def make_device(settings: DeviceSettings) -> ReferenceDevice:

@@ -80,8 +80,8 @@ class Parker:
 
     @property
     def spill_blocks(self) -> int:
-        """How many blocks of images the store could still take."""
-        return self._store.free_bytes // self._device.block_bytes
+        """How many blocks of images the store could still take; no more than the pool has."""
+        return min(self._store.free_bytes // self._device.block_bytes, self._books.num_blocks)
 
     # Giving way.
 
@@ -228,6 +228,8 @@ class Parker:
         """Copy the image of `seq` into the store; on refusal nothing stays booked, and what refused is returned."""
         blocks = self._books.image_blocks(seq)
         header = self._header(seq, blocks)
+        # A resident has none; one that an interrupt left behind would be taken for it.
+        self._store.drop(seq)
         try:
             self._store.book(seq, header.num_bytes)
         except HostStoreFull as full:

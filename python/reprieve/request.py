@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -72,21 +76,67 @@ class Request:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        """Check what can be checked without a model."""
+        """Check what can be checked without a model; sequences become tuples, numbers plain ones."""
+        set_field = functools.partial(object.__setattr__, self)  # the class is frozen for everybody else
+        if not isinstance(self.prompt, str):
+            set_field("prompt", _token_ids("prompt", self.prompt))
         if len(self.prompt) == 0:
             raise InvalidRequest("prompt", "is empty; it needs at least one token")
         if self.chat and not isinstance(self.prompt, str):
             raise InvalidRequest("chat", "a chat template applies to a text prompt, not to token ids")
-        budget = self.max_new_tokens
-        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
-            raise InvalidRequest("max_new_tokens", f"must be None or an integer of at least 1, not {budget!r}")
-        if isinstance(self.priority, bool) or not isinstance(self.priority, int) or abs(self.priority) >= 2**31:
-            raise InvalidRequest("priority", f"must be an integer of 32 bits, not {self.priority!r}")
-        # `not >` refuses NaN as well.
-        if self.deadline_s is not None and not self.deadline_s > 0:
-            raise InvalidRequest("deadline_s", f"must be more than 0 seconds, not {self.deadline_s!r}")
-        if isinstance(self.stop, str) or any(not isinstance(text, str) or not text for text in self.stop):
-            raise InvalidRequest("stop", f"must be a sequence of texts that are not empty, not {self.stop!r}")
+        if self.max_new_tokens is not None:
+            set_field("max_new_tokens", integer("max_new_tokens", self.max_new_tokens, 1))
+        if self.id is not None and not isinstance(self.id, str):
+            raise InvalidRequest("id", f"must be None or a text, not {self.id!r}")
+        set_field("priority", integer("priority", self.priority, -(2**31), 2**31 - 1))
+        if self.deadline_s is not None:
+            set_field("deadline_s", _seconds("deadline_s", self.deadline_s))
+        set_field("stop", _texts("stop", self.stop))
+        set_field("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+
+
+def integer(field: str, value: object, least: int, most: int | None = None) -> int:
+    """Return `value` as a plain integer from `least` to `most`; `InvalidRequest` that names `field` if it is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InvalidRequest(field, f"must be an integer, not {value!r}")
+    try:
+        number = operator.index(value)
+    except TypeError:  # an array of several
+        raise InvalidRequest(field, f"must be an integer, not {value!r}") from None
+    if number < least or (most is not None and number > most):
+        bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise InvalidRequest(field, f"must be an integer {bounds}, not {number}")
+    return number
+
+
+def _seconds(field: str, value: object) -> float:
+    try:
+        seconds = float(value)  # type: ignore[arg-type]  # that it may not be one is the question
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidRequest(field, f"must be a number of seconds, not {value!r}") from None
+    if not seconds > 0:  # refuses NaN as well
+        raise InvalidRequest(field, f"must be more than 0 seconds, not {value!r}")
+    return seconds
+
+
+def _token_ids(field: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | bytes | Mapping | AbstractSet) or not isinstance(values, Iterable):
+        raise InvalidRequest(field, f"must be a sequence of token ids, not {values!r}")
+    try:
+        ids = tuple(values)
+    except TypeError:  # an array of no dimension
+        raise InvalidRequest(field, f"must be a sequence of token ids, not {values!r}") from None
+    return tuple(integer(f"{field}[{index}]", token_id, -(2**127)) for index, token_id in enumerate(ids))
+
+
+def _texts(field: str, values: object) -> tuple[str, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidRequest(field, f"must be a sequence of texts, not {values!r}")
+    texts = tuple(values)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(f"{field}[{index}]", f"must be a text that is not empty, not {text!r}")
+    return texts
 
 
 @dataclass(frozen=True, slots=True)

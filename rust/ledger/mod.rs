@@ -9,7 +9,7 @@ mod transitions;
 use std::collections::{BTreeSet, HashMap};
 
 use crate::blocks::BlockPool;
-use crate::error::BooksError;
+use crate::error::{BooksError, Problem};
 use crate::ids::{BlockId, SeqId};
 use crate::slots::SlotPool;
 use crate::victim::Candidate;
@@ -49,8 +49,9 @@ impl Ledger {
     /// [`BooksError::Invalid`] that names a setting out of its bounds.
     pub fn new(settings: Settings) -> Result<Self, BooksError> {
         settings.validate()?;
+        let no_memory = |_| BooksError::invalid("num_blocks", Problem::NoMemory { given: settings.num_blocks });
         Ok(Self {
-            blocks: BlockPool::new(settings.num_blocks),
+            blocks: BlockPool::try_new(settings.num_blocks).map_err(no_memory)?,
             slots: SlotPool::new(settings.num_slots),
             sequences: Vec::new(),
             vacant: Vec::new(),

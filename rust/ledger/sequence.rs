@@ -43,7 +43,7 @@ pub struct NewSequence {
     /// Higher is more urgent.
     pub priority: i32,
     /// Token ids that end it.
-    pub stop_ids: Vec<i64>,
+    pub stop_token_ids: Vec<i64>,
     /// Whether the token ids alone rebuild its KV.
     pub replayable: bool,
     /// Whether its next token is bound by a mask.
@@ -59,7 +59,7 @@ pub struct Sequence {
     pub(super) tokens: Vec<TokenId>,
     pub(super) prompt_length: u32,
     pub(super) max_new_tokens: u64,
-    pub(super) stop_ids: Vec<TokenId>,
+    pub(super) stop_token_ids: Vec<TokenId>,
     pub(super) priority: i32,
     pub(super) replayable: bool,
     pub(super) constrained: bool,
@@ -166,6 +166,15 @@ impl Sequence {
     pub fn growth(&self, block_size: u32) -> u32 {
         let full = u64::from(self.committed) == self.table.len() as u64 * u64::from(block_size);
         u32::from(self.state == State::Decoding && full)
+    }
+
+    /// Blocks by which its first row after the prefill or replay grows, known once there is a pending token; 0 before.
+    #[must_use]
+    pub fn coming_growth(&self, block_size: u32) -> u32 {
+        match self.state {
+            State::Decoding => self.growth(block_size),
+            _ => u32::from(self.generated() > 0 && self.target().is_multiple_of(block_size)),
+        }
     }
 
     /// Blocks of an image of its committed positions.

@@ -249,16 +249,24 @@ impl Ledger {
         self.step.phase = Phase::Idle;
     }
 
+    /// How many rows the step in flight has.
+    ///
+    /// # Errors
+    /// [`BooksError::Misused`] with no step in flight.
+    pub fn in_flight(&self) -> Result<usize, BooksError> {
+        if self.step.phase != Phase::InFlight {
+            return Err(BooksError::Misused("commit: no step is in flight"));
+        }
+        Ok(self.step.rows.len())
+    }
+
     /// Settles the step in flight with the token of each row; writes what each came to. Whoever that ends is released.
     ///
     /// # Errors
     /// [`BooksError::Invalid`] for a token that is neither an id nor one of the two "no token" values, or for too few;
     /// [`BooksError::Misused`] with no step in flight.
     pub fn commit(&mut self, tokens: &[i32], outcomes: &mut Vec<Outcome>) -> Result<(), BooksError> {
-        if self.step.phase != Phase::InFlight {
-            return Err(BooksError::Misused("commit: no step is in flight"));
-        }
-        let (given, needed) = (tokens.len(), self.step.rows.len());
+        let (given, needed) = (tokens.len(), self.in_flight()?);
         if given < needed {
             return Err(BooksError::invalid("tokens", Problem::TooShort { given, needed }));
         }
@@ -301,7 +309,7 @@ impl Ledger {
         sequence.committed = sequence.reserved;
         sequence.tokens.push(id);
         sequence.state = State::Decoding;
-        let outcome = if sequence.stop_ids.contains(&id) {
+        let outcome = if sequence.stop_token_ids.contains(&id) {
             Outcome::Stop
         } else if sequence.generated() >= sequence.max_new_tokens || sequence.tokens.len() > context_length {
             Outcome::Length

@@ -42,7 +42,7 @@ impl Ledger {
     /// [`BooksError::Invalid`] that names what can never be served.
     pub fn submit(&mut self, new: &NewSequence) -> Result<SeqId, BooksError> {
         let tokens = self.tokens("prompt", &new.prompt)?;
-        let stop_ids = self.tokens("stop_ids", &new.stop_ids)?;
+        let stop_token_ids = self.tokens("stop_token_ids", &new.stop_token_ids)?;
         let given = tokens.len() as u64;
         if given == 0 {
             return Err(BooksError::invalid("prompt", Problem::Empty));
@@ -69,7 +69,7 @@ impl Ledger {
             tokens,
             prompt_length,
             max_new_tokens: new.max_new_tokens,
-            stop_ids,
+            stop_token_ids,
             priority: new.priority,
             replayable: new.replayable,
             constrained: new.constrained,

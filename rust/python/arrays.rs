@@ -1,4 +1,6 @@
 //! `NumPy` arrays of the caller: checked before a step is written, then copied into.
+//!
+//! Getting them may run Python, so it is done while the books are not locked.
 
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
@@ -7,20 +9,36 @@ use pyo3::types::PySlice;
 use super::errors::InvalidRequest;
 use crate::ledger::{Counts, StepArrays};
 
-/// The first `length` elements of `object`, as memory that can be written.
+/// The memory of an array of `T`, in the machine's byte order.
+pub(super) fn array<T: Element>(object: &Bound<'_, PyAny>, field: &'static str) -> PyResult<PyBuffer<T>> {
+    let refuse = |problem: String| InvalidRequest::new_err((field, problem));
+    let buffer = PyBuffer::<T>::get(object)
+        .map_err(|error| refuse(format!("must be an array of {}: {error}", std::any::type_name::<T>())))?;
+    let foreign: &[u8] = if cfg!(target_endian = "little") { b">!" } else { b"<" };
+    if buffer.format().to_bytes().first().is_some_and(|order| foreign.contains(order)) {
+        return Err(refuse("must be in the machine's byte order".into()));
+    }
+    Ok(buffer)
+}
+
+/// The first rows of `object`, as memory of the shape `shape` that can be written.
 pub(super) fn writable<T: Element>(
     object: &Bound<'_, PyAny>,
     field: &'static str,
-    length: usize,
+    shape: &[usize],
 ) -> PyResult<PyBuffer<T>> {
     let refuse = |problem: String| InvalidRequest::new_err((field, problem));
-    let stop = isize::try_from(length).expect("as many as a step has");
-    let used = object.get_item(PySlice::new(object.py(), 0, stop, 1))?;
-    let buffer = PyBuffer::<T>::get(&used)
+    let stop = isize::try_from(shape[0]).expect("as many as a step has");
+    let used = object
+        .get_item(PySlice::new(object.py(), 0, stop, 1))
         .map_err(|error| refuse(format!("must be an array of {}: {error}", std::any::type_name::<T>())))?;
+    let buffer = array::<T>(&used, field)?;
     let given = buffer.shape().first().copied().unwrap_or_default();
-    if given < length {
-        return Err(refuse(format!("has {given} elements, this step needs {length}")));
+    if given < shape[0] {
+        return Err(refuse(format!("has {given} elements, this step needs {}", shape[0])));
+    }
+    if buffer.shape() != shape {
+        return Err(refuse(format!("must have the shape {shape:?}, not {:?}", buffer.shape())));
     }
     if buffer.readonly() || !buffer.is_c_contiguous() {
         return Err(refuse("must be a C-contiguous array that can be written".into()));
@@ -43,24 +61,19 @@ pub(super) struct Buffers {
 
 impl Buffers {
     pub(super) fn of(object: &Bound<'_, PyAny>, counts: Counts) -> PyResult<Self> {
-        fn array<T: Element>(object: &Bound<'_, PyAny>, field: &'static str, length: usize) -> PyResult<PyBuffer<T>> {
-            writable(&object.getattr(field)?, field, length)
-        }
-        let table_changes: PyBuffer<i32> = array(object, "table_changes", counts.table_changes)?;
-        if table_changes.shape() != [counts.table_changes, 3] {
-            let problem = format!("must have 3 columns, has shape {:?}", table_changes.shape());
-            return Err(InvalidRequest::new_err(("table_changes", problem)));
+        fn of<T: Element>(object: &Bound<'_, PyAny>, field: &'static str, shape: &[usize]) -> PyResult<PyBuffer<T>> {
+            writable(&object.getattr(field)?, field, shape)
         }
         Ok(Self {
-            token_ids: array(object, "token_ids", counts.tokens)?,
-            positions: array(object, "positions", counts.tokens)?,
-            seqs: array(object, "seqs", counts.rows)?,
-            slots: array(object, "slots", counts.rows)?,
-            starts: array(object, "starts", counts.rows)?,
-            num_new: array(object, "num_new", counts.rows)?,
-            kv_lengths: array(object, "kv_lengths", counts.rows)?,
-            readback: array(object, "readback", counts.rows)?,
-            table_changes,
+            token_ids: of(object, "token_ids", &[counts.tokens])?,
+            positions: of(object, "positions", &[counts.tokens])?,
+            seqs: of(object, "seqs", &[counts.rows])?,
+            slots: of(object, "slots", &[counts.rows])?,
+            starts: of(object, "starts", &[counts.rows])?,
+            num_new: of(object, "num_new", &[counts.rows])?,
+            kv_lengths: of(object, "kv_lengths", &[counts.rows])?,
+            readback: of(object, "readback", &[counts.rows])?,
+            table_changes: of(object, "table_changes", &[counts.table_changes, 3])?,
         })
     }
 

@@ -2,12 +2,13 @@
 
 use std::sync::{Mutex, MutexGuard};
 
-use pyo3::buffer::PyBuffer;
+use pyo3::conversion::FromPyObjectOwned;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyList, PyTuple, PyType};
+use pyo3::types::PyType;
 
-use super::arrays::{Buffers, writable};
+use super::arrays::{Buffers, array, writable};
 use super::errors::InvalidRequest;
 use crate::error::BooksError;
 use crate::ids::SeqId;
@@ -23,12 +24,14 @@ pub(super) struct PyLedger {
 }
 
 impl PyLedger {
+    /// Nothing may run Python while this is held, not even make an object: another thread would wait for the books,
+    /// with the interpreter's lock in hand, and neither would go on.
     fn lock(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().expect("the books stopped at a broken invariant before")
     }
 
-    fn look<T>(&self, seq: u64, read: impl FnOnce(&Sequence) -> T) -> PyResult<T> {
-        Ok(read(self.lock().get(SeqId(seq))?))
+    fn look<T>(&self, seq: Whole<u64>, read: impl FnOnce(&Sequence) -> T) -> PyResult<T> {
+        Ok(read(self.lock().get(SeqId(seq.0))?))
     }
 }
 
@@ -36,74 +39,79 @@ impl PyLedger {
 impl PyLedger {
     #[new]
     #[pyo3(signature = (*, num_blocks, block_size, num_slots, context_length, vocab_size, step_tokens, row_tile,
-        head_room = 1, immunity_tokens = 64, victim = "fewest_generated", park_constrained = true))]
+        head_room = Whole(1), immunity_tokens = Whole(64), victim = "fewest_generated", park_constrained = true),
+        text_signature = "(*, num_blocks, block_size, num_slots, context_length, vocab_size, step_tokens, row_tile, \
+        head_room=1, immunity_tokens=64, victim='fewest_generated', park_constrained=True)")]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn new(
-        num_blocks: u32,
-        block_size: u32,
-        num_slots: u32,
-        context_length: u32,
-        vocab_size: u32,
-        step_tokens: u32,
-        row_tile: u32,
-        head_room: u32,
-        immunity_tokens: u64,
+        num_blocks: Whole<u32>,
+        block_size: Whole<u32>,
+        num_slots: Whole<u32>,
+        context_length: Whole<u32>,
+        vocab_size: Whole<u32>,
+        step_tokens: Whole<u32>,
+        row_tile: Whole<u32>,
+        head_room: Whole<u32>,
+        immunity_tokens: Whole<u64>,
         victim: &str,
         park_constrained: bool,
     ) -> PyResult<Self> {
         let policy = policy(victim)?;
         let ledger = Ledger::new(Settings {
-            num_blocks,
-            block_size,
-            num_slots,
-            context_length,
-            vocab_size,
-            step_tokens,
-            row_tile,
-            head_room,
-            immunity_tokens,
+            num_blocks: num_blocks.0,
+            block_size: block_size.0,
+            num_slots: num_slots.0,
+            context_length: context_length.0,
+            vocab_size: vocab_size.0,
+            step_tokens: step_tokens.0,
+            row_tile: row_tile.0,
+            head_room: head_room.0,
+            immunity_tokens: immunity_tokens.0,
             policy,
             park_constrained,
         })?;
         Ok(Self { ledger: Mutex::new(ledger), arrays: Mutex::default() })
     }
 
-    #[pyo3(signature = (prompt, *, max_new_tokens = u64::MAX, priority = 0, stop_ids = None, replayable = true,
-        constrained = false))]
+    #[pyo3(signature = (prompt, *, max_new_tokens = Whole(u64::MAX), priority = Whole(0), stop_token_ids = None,
+        replayable = true, constrained = false),
+        text_signature = "($self, prompt, *, max_new_tokens=..., priority=0, stop_token_ids=None, replayable=True, \
+        constrained=False)")]
     fn submit(
         &self,
         prompt: &Bound<'_, PyAny>,
-        max_new_tokens: u64,
-        priority: i32,
-        stop_ids: Option<&Bound<'_, PyAny>>,
+        max_new_tokens: Whole<u64>,
+        priority: Whole<i32>,
+        stop_token_ids: Option<&Bound<'_, PyAny>>,
         replayable: bool,
         constrained: bool,
     ) -> PyResult<u64> {
         let prompt = token_ids(prompt, "prompt")?;
-        let stop_ids = stop_ids.map_or_else(|| Ok(Vec::new()), |ids| token_ids(ids, "stop_ids"))?;
-        let new = NewSequence { prompt, max_new_tokens, priority, stop_ids, replayable, constrained };
+        let stop_token_ids = stop_token_ids.map_or_else(|| Ok(Vec::new()), |ids| token_ids(ids, "stop_token_ids"))?;
+        let (max_new_tokens, priority) = (max_new_tokens.0, priority.0);
+        let new = NewSequence { prompt, max_new_tokens, priority, stop_token_ids, replayable, constrained };
         Ok(self.lock().submit(&new)?.0)
     }
 
-    fn next_arrival<'py>(&self, py: Python<'py>, spill_blocks: u32) -> PyResult<Option<Bound<'py, PyAny>>> {
+    fn next_arrival<'py>(&self, py: Python<'py>, spill_blocks: Whole<u64>) -> PyResult<Option<Bound<'py, PyAny>>> {
         static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-        let Some(plan) = schedule::next_arrival(&self.lock(), spill_blocks) else {
+        let Some(plan) = schedule::next_arrival(&self.lock(), at_most_all(spill_blocks.0)) else {
             return Ok(None);
         };
         let victims: Vec<(u64, &str)> = plan.victims.iter().map(|&(seq, by)| (seq.0, way_name(by))).collect();
         CLASS.import(py, "reprieve.step", "ArrivalPlan")?.call1((plan.seq.0, victims)).map(Some)
     }
 
-    fn admit(&self, seq: u64) -> PyResult<&'static str> {
-        Ok(match self.lock().admit(SeqId(seq))? {
+    fn admit(&self, seq: Whole<u64>) -> PyResult<&'static str> {
+        Ok(match self.lock().admit(SeqId(seq.0))? {
             Arrival::Start => "start",
             Arrival::Replay => "replay",
             Arrival::Restore => "restore",
         })
     }
 
-    fn drop_image(&self, seq: u64) -> PyResult<()> {
-        Ok(self.lock().drop_image(SeqId(seq))?)
+    fn drop_image(&self, seq: Whole<u64>) -> PyResult<()> {
+        Ok(self.lock().drop_image(SeqId(seq.0))?)
     }
 
     fn rows(&self) -> PyResult<usize> {
@@ -114,8 +122,8 @@ impl PyLedger {
         Ok(self.lock().reserve()?)
     }
 
-    fn victim(&self, spill_blocks: u32) -> Option<u64> {
-        schedule::victim(&self.lock(), spill_blocks).map(|seq| seq.0)
+    fn victim(&self, spill_blocks: Whole<u64>) -> Option<u64> {
+        schedule::victim(&self.lock(), at_most_all(spill_blocks.0)).map(|seq| seq.0)
     }
 
     fn capacity_row(&self) -> PyResult<u64> {
@@ -125,12 +133,17 @@ impl PyLedger {
 
     fn fill<'py>(&self, py: Python<'py>, buffers: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
-        let mut ledger = self.lock();
-        let mut arrays = self.arrays.lock().expect("held for the length of a copy");
-        let counts = ledger.counts()?;
+        let counts = self.lock().counts()?;
         let buffers = Buffers::of(buffers, counts)?;
-        ledger.fill(&mut arrays)?;
-        buffers.write(py, &arrays)?;
+        {
+            let mut ledger = self.lock();
+            if ledger.counts()? != counts {
+                return Err(BooksError::Misused("fill: another thread changed the step meanwhile").into());
+            }
+            let mut arrays = self.arrays.lock().expect("held for the length of a copy");
+            ledger.fill(&mut arrays)?;
+            buffers.write(py, &arrays)?;
+        }
         CLASS.import(py, "reprieve.step", "StepCounts")?.call1((counts.rows, counts.tokens, counts.table_changes))
     }
 
@@ -139,72 +152,76 @@ impl PyLedger {
     }
 
     fn commit(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, outcomes: &Bound<'_, PyAny>) -> PyResult<()> {
-        let tokens = PyBuffer::<i32>::get(tokens)
-            .and_then(|buffer| buffer.to_vec(py))
-            .map_err(|error| InvalidRequest::new_err(("tokens", format!("must be an array of i32: {error}"))))?;
-        let mut ledger = self.lock();
-        let outcomes = writable::<u8>(outcomes, "outcomes", ledger.rows().len())?;
+        let tokens = array::<i32>(tokens, "tokens")?;
+        if tokens.dimensions() != 1 {
+            let problem = format!("must have 1 dimension, has shape {:?}", tokens.shape());
+            return Err(InvalidRequest::new_err(("tokens", problem)));
+        }
+        let tokens = tokens.to_vec(py)?;
+        let rows = self.lock().in_flight()?;
+        let outcomes = writable::<u8>(outcomes, "outcomes", &[rows])?;
         let mut settled = Vec::new();
+        let mut ledger = self.lock();
+        if ledger.in_flight()? != rows {
+            return Err(BooksError::Misused("commit: another thread changed the step meanwhile").into());
+        }
         ledger.commit(&tokens, &mut settled)?;
         let settled: Vec<u8> = settled.into_iter().map(|outcome| outcome as u8).collect();
         outcomes.copy_from_slice(py, &settled)
     }
 
-    fn park(&self, seq: u64, by: &str) -> PyResult<()> {
+    fn park(&self, seq: Whole<u64>, by: &str) -> PyResult<()> {
         let by = way(by)?;
-        Ok(self.lock().park(SeqId(seq), by)?)
+        Ok(self.lock().park(SeqId(seq.0), by)?)
     }
 
-    fn resume(&self, seq: u64) -> PyResult<bool> {
-        Ok(self.lock().resume(SeqId(seq))?)
+    fn resume(&self, seq: Whole<u64>) -> PyResult<bool> {
+        Ok(self.lock().resume(SeqId(seq.0))?)
     }
 
     #[pyo3(signature = (seq, *, reuse))]
-    fn release(&self, seq: u64, reuse: bool) -> PyResult<bool> {
+    fn release(&self, seq: Whole<u64>, reuse: bool) -> PyResult<bool> {
         let reuse = if reuse { Reuse::Keep } else { Reuse::Discard };
-        Ok(self.lock().release(SeqId(seq), reuse)?)
+        Ok(self.lock().release(SeqId(seq.0), reuse)?)
     }
 
-    fn state(&self, seq: u64) -> PyResult<&'static str> {
-        match self.lock().get(SeqId(seq)) {
+    fn state(&self, seq: Whole<u64>) -> PyResult<&'static str> {
+        match self.lock().get(SeqId(seq.0)) {
             Ok(sequence) => Ok(state_name(sequence.state())),
             Err(BooksError::Finished(_)) => Ok("finished"),
             Err(error) => Err(error.into()),
         }
     }
 
-    fn image_blocks<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyList>> {
-        let ledger = self.lock();
-        PyList::new(py, ledger.image_blocks(SeqId(seq))?.iter().map(|block| block.0))
+    fn image_blocks(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
+        Ok(self.lock().image_blocks(SeqId(seq.0))?.iter().map(|block| block.0).collect())
     }
 
-    fn block_table<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyList>> {
-        let ledger = self.lock();
-        PyList::new(py, ledger.get(SeqId(seq))?.table().iter().map(|block| block.0))
+    fn block_table(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
+        self.look(seq, |sequence| sequence.table().iter().map(|block| block.0).collect())
     }
 
-    fn tokens<'py>(&self, py: Python<'py>, seq: u64) -> PyResult<Bound<'py, PyList>> {
-        let ledger = self.lock();
-        PyList::new(py, ledger.get(SeqId(seq))?.tokens())
+    fn tokens(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
+        self.look(seq, |sequence| sequence.tokens().to_vec())
     }
 
-    fn committed(&self, seq: u64) -> PyResult<u32> {
+    fn committed(&self, seq: Whole<u64>) -> PyResult<u32> {
         self.look(seq, Sequence::committed)
     }
 
-    fn generated(&self, seq: u64) -> PyResult<u64> {
+    fn generated(&self, seq: Whole<u64>) -> PyResult<u64> {
         self.look(seq, Sequence::generated)
     }
 
-    fn slot(&self, seq: u64) -> PyResult<Option<u32>> {
+    fn slot(&self, seq: Whole<u64>) -> PyResult<Option<u32>> {
         self.look(seq, |sequence| sequence.slot().map(|slot| slot.0))
     }
 
-    fn is_replayable(&self, seq: u64) -> PyResult<bool> {
+    fn is_replayable(&self, seq: Whole<u64>) -> PyResult<bool> {
         self.look(seq, Sequence::can_replay)
     }
 
-    fn is_immune(&self, seq: u64) -> PyResult<bool> {
+    fn is_immune(&self, seq: Whole<u64>) -> PyResult<bool> {
         self.look(seq, Sequence::is_immune)
     }
 
@@ -237,10 +254,10 @@ impl PyLedger {
     }
 
     /// The most that one step can hold: (tokens, rows, table changes), as `StepShape`.
-    fn step_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
+    fn step_shape(&self) -> (u32, u32, u32) {
         let ledger = self.lock();
         let settings = ledger.settings();
-        (settings.most_step_tokens(), settings.num_slots, settings.num_blocks).into_pyobject(py)
+        (settings.most_step_tokens(), settings.num_slots, settings.num_blocks)
     }
 
     fn check(&self) {
@@ -248,10 +265,51 @@ impl PyLedger {
     }
 }
 
+/// An integer argument; one of the wrong kind or size is named, with what it may be.
+#[derive(Clone, Copy)]
+struct Whole<T>(T);
+
+impl<'a, 'py, T> FromPyObject<'a, 'py> for Whole<T>
+where
+    T: FromPyObjectOwned<'py> + Bounded,
+{
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'a, 'py, PyAny>) -> PyResult<Self> {
+        object.extract().map(Self).map_err(|_| {
+            let shown = object.repr().map(|repr| repr.to_string()).unwrap_or_default();
+            // PyO3 puts the argument's name in front of a `TypeError`.
+            PyTypeError::new_err(format!("must be an integer from {} to {}, not {shown}", T::LEAST, T::MOST))
+        })
+    }
+}
+
+/// The bounds of an integer type, to be named in an error.
+trait Bounded {
+    const LEAST: i64;
+    const MOST: u64;
+}
+
+impl Bounded for u32 {
+    const LEAST: i64 = 0;
+    const MOST: u64 = u32::MAX as u64;
+}
+
+impl Bounded for u64 {
+    const LEAST: i64 = 0;
+    const MOST: u64 = u64::MAX;
+}
+
+impl Bounded for i32 {
+    const LEAST: i64 = i32::MIN as i64;
+    const MOST: u64 = i32::MAX as u64;
+}
+
 /// Token ids from an array of i32 or i64, or from any sequence of integers, however large.
 fn token_ids(ids: &Bound<'_, PyAny>, field: &'static str) -> PyResult<Vec<i64>> {
     let mut extracted = Vec::with_capacity(ids.len().unwrap_or_default());
-    for (index, id) in ids.try_iter()?.enumerate() {
+    let ids = ids.try_iter().map_err(|_| InvalidRequest::new_err((field, "must be a sequence of token ids")))?;
+    for (index, id) in ids.enumerate() {
         let id = id?;
         extracted.push(id.extract().map_err(|_| {
             let shown = id.repr().map(|repr| repr.to_string()).unwrap_or_default();
@@ -259,6 +317,11 @@ fn token_ids(ids: &Bound<'_, PyAny>, field: &'static str) -> PyResult<Vec<i64>> 
         })?);
     }
     Ok(extracted)
+}
+
+/// A host budget beyond what can be counted is as good as one for every block.
+fn at_most_all(spill_blocks: u64) -> u32 {
+    u32::try_from(spill_blocks).unwrap_or(u32::MAX)
 }
 
 fn policy(name: &str) -> PyResult<Policy> {

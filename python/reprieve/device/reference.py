@@ -129,7 +129,9 @@ class ReferenceDevice:
         if num_slots < 1:
             raise InvalidRequest("num_slots", f"must be at least 1, not {num_slots}")
         self._memory: _Memory | None = _Memory(weights, KvPool(weights.config, num_blocks, block_size, kv))
-        self._limits = StepLimits(num_slots, num_blocks, block_size, weights.config.vocab_size)
+        self._limits = StepLimits(
+            num_slots, num_blocks, block_size, weights.config.context_length, weights.config.vocab_size
+        )
         self._tables = new_block_tables(self._limits)
         self.block_bytes = self._memory.pool.block_bytes
         self.kv_dtype = kv
@@ -176,13 +178,14 @@ class ReferenceDevice:
 class _Memory:
     """What the steps of one device share: weights, pool, scratch, and the rotary angles of each position.
 
-    cos, sin  [positions of the pool, head_size / 2]  f32, computed in float64
+    cos, sin  [positions, head_size / 2]  f32, computed in float64
     """
 
     def __init__(self, weights: ReferenceWeights, pool: KvPool) -> None:
         self.weights = weights
         self.pool = pool
         self.attention = reference_ops.PagedAttention(pool, weights.config.num_heads)
-        angles = np.outer(np.arange(pool.num_blocks * pool.block_size), rope_frequencies(weights.config))
+        num_positions = min(pool.num_blocks * pool.block_size, weights.config.context_length)
+        angles = np.outer(np.arange(num_positions), rope_frequencies(weights.config))
         self.cos = np.cos(angles).astype(np.float32)
         self.sin = np.sin(angles).astype(np.float32)

@@ -21,11 +21,12 @@ NO_BLOCK = -1
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a device has: counts of slots and blocks, positions in a block, token ids."""
+    """What a device has: counts of slots and blocks, positions in a block and in a sequence at most, token ids."""
 
     num_slots: int
     num_blocks: int
     block_size: int
+    context_length: int
     vocab_size: int
 
 
@@ -91,7 +92,7 @@ def _check_rows(step: Step, limits: StepLimits) -> None:
     _check_range("step.slots", step.slots, 0, limits.num_slots)
     if np.any(np.diff(step.slots) <= 0):
         raise InvalidRequest("step.slots", f"must ascend, each slot once: {step.slots.tolist()}")
-    max_positions = limits.num_blocks * limits.block_size
+    max_positions = min(limits.num_blocks * limits.block_size, limits.context_length)
     _check_range("step.starts", step.starts, 0, max_positions)
     _check_range("step.num_new", step.num_new, 1, max_positions + 1)
     _check_range("step.kv_lengths", step.kv_lengths, 1, max_positions + 1)

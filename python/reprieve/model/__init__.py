@@ -50,6 +50,4 @@ def load_model(path: str | Path) -> Model:
     from reprieve.model.gguf import load_gguf  # noqa: PLC0415  see above
 
     config, weights, metadata = load_gguf(path)
-    given = metadata.undecoded().get("general.name")
-    name = given if isinstance(given, str) and given else path.stem
-    return Model(name, config, weights, path, metadata)
+    return Model(path.stem, config, weights, path, metadata)

@@ -1,0 +1,183 @@
+//! Who gives way and who comes in, sentence by sentence as the design says it, for the model to compare with.
+
+use _native::ids::SeqId;
+use _native::ledger::ParkBy;
+use _native::schedule::ArrivalPlan;
+use _native::victim::{Candidate, Policy};
+use proptest::prelude::*;
+
+use crate::model::{Life, Model, Place, number};
+use crate::setup::cases;
+
+/// "Only candidates of the lowest priority present; of these the first tier that is not empty: neither immune nor
+/// constrained; immune; constrained; both; in it" what the policy says, "ties to the lower slot".
+pub(crate) fn gives_way(policy: Policy, candidates: &[Candidate]) -> Option<SeqId> {
+    let lowest = candidates.iter().map(|candidate| candidate.priority).min()?;
+    for (immune, constrained) in [(false, false), (true, false), (false, true), (true, true)] {
+        let mut tier: Vec<&Candidate> = candidates.iter().collect();
+        tier.retain(|candidate| candidate.priority == lowest);
+        tier.retain(|candidate| (candidate.immune, candidate.constrained) == (immune, constrained));
+        tier.sort_by_key(|candidate| candidate.slot);
+        let mut chosen = None;
+        for candidate in tier {
+            let before = |best: &Candidate| match policy {
+                Policy::FewestGenerated => candidate.generated < best.generated,
+                Policy::Newest => candidate.came_in > best.came_in,
+                Policy::Largest => candidate.frees > best.frees,
+            };
+            if chosen.is_none_or(before) {
+                chosen = Some(candidate);
+            }
+        }
+        if let Some(candidate) = chosen {
+            return Some(candidate.seq);
+        }
+    }
+    None
+}
+
+/// Everybody in the order of giving way: the choice, then the choice of the others, and so on.
+pub(crate) fn order(policy: Policy, mut candidates: Vec<Candidate>) -> Vec<Candidate> {
+    let mut sorted = Vec::new();
+    while let Some(seq) = gives_way(policy, &candidates) {
+        let place = candidates.iter().position(|candidate| candidate.seq == seq).expect("one of them");
+        sorted.push(candidates.remove(place));
+    }
+    sorted
+}
+
+impl Model {
+    fn candidate(&self, seq: usize) -> Candidate {
+        let life = &self.lives[seq];
+        let Place::Slot(slot) = life.place else { unreachable!("only residents give way") };
+        Candidate {
+            seq: SeqId(seq as u64),
+            slot: _native::ids::SlotId(slot),
+            priority: life.new.priority,
+            generated: life.generated.len() as u64,
+            frees: number(self.held(seq)),
+            came_in: life.came_in,
+            immune: self.immune(seq),
+            constrained: life.new.constrained,
+        }
+    }
+
+    /// Blocks of its image if there is one to make.
+    fn image(&self, life: &Life) -> Option<u32> {
+        (life.committed > 0).then(|| number(self.blocks(life.committed)))
+    }
+
+    fn way(&self, seq: usize, spill_blocks: u32) -> Option<ParkBy> {
+        let life = &self.lives[seq];
+        match self.image(life) {
+            Some(image) if image <= spill_blocks => Some(ParkBy::Spill),
+            _ => life.can_replay().then_some(ParkBy::Replay),
+        }
+    }
+
+    /// "Never a candidate: one that is neither replayable nor spillable now; one that would free no block." And "with
+    /// `park_constrained=False` the constrained are never parked"; nor is what a step in flight needs.
+    fn parkable(&self, spill_blocks: u32) -> Vec<usize> {
+        let mut parkable = self.residents();
+        parkable.retain(|&seq| self.way(seq, spill_blocks).is_some() && self.held(seq) > 0 && !self.in_step(seq));
+        parkable.retain(|&seq| self.settings.park_constrained || !self.lives[seq].new.constrained);
+        parkable
+    }
+
+    /// The victim; "never the only resident one".
+    pub(crate) fn victim(&self, spill_blocks: u32) -> Option<SeqId> {
+        if self.residents().len() == 1 {
+            return None;
+        }
+        let candidates: Vec<Candidate> = self.parkable(spill_blocks).iter().map(|&seq| self.candidate(seq)).collect();
+        gives_way(self.settings.policy, &candidates)
+    }
+
+    /// "The rows that cannot grow end with `capacity`, in victim order."
+    pub(crate) fn capacity_row(&self) -> Option<SeqId> {
+        let mut growing = self.residents();
+        growing.retain(|&seq| self.growth(seq) > 0);
+        let candidates: Vec<Candidate> = growing.iter().map(|&seq| self.candidate(seq)).collect();
+        gives_way(self.settings.policy, &candidates)
+    }
+
+    /// "Own blocks (whole prompt or whole history) + the blocks by which this step's decode rows grow + `head_room` x
+    /// residents, the newcomer included, <= free; own blocks <= free when nothing is resident." Beyond the design, the
+    /// growth of those that come back, or replay, counts as well: nobody resumes without room to grow.
+    fn fits(&self, head: usize, parked: &[usize]) -> bool {
+        let mut stay = self.residents();
+        stay.retain(|seq| !parked.contains(seq));
+        if stay.len() == self.settings.num_slots as usize {
+            return false;
+        }
+        let life = &self.lives[head];
+        let free = self.settings.num_blocks as usize - stay.iter().map(|&seq| self.held(seq)).sum::<usize>();
+        let own = self.blocks(life.history());
+        if stay.is_empty() {
+            return own <= free;
+        }
+        // Who has a pending token, newcomer or resident, needs room for it as soon as its history is there.
+        let next = |seq: usize| {
+            let life = &self.lives[seq];
+            if life.generated.is_empty() { 0 } else { self.blocks(life.history() + 1) }
+        };
+        let own_growth = next(head).saturating_sub(own);
+        let growth = stay.iter().map(|&seq| next(seq).saturating_sub(self.held(seq))).sum::<usize>() + own_growth;
+        own + growth + self.settings.head_room as usize * (stay.len() + 1) <= free
+    }
+
+    /// "For a head that lacks a slot or blocks, the candidates are the parkable residents of strictly lower priority,
+    /// immune ones and the only resident included: lowest priority first, then the policy's order. Count first: if the
+    /// head would not fit after parking all of them, nobody is parked; else the fewest of that order."
+    pub(crate) fn next_arrival(&self, spill_blocks: u32) -> Option<ArrivalPlan> {
+        let head = *self.waiting().first()?;
+        let mut lower = self.parkable(spill_blocks);
+        lower.retain(|&seq| self.lives[seq].new.priority < self.lives[head].new.priority);
+        let candidates = lower.iter().map(|&seq| self.candidate(seq)).collect();
+        let (mut victims, mut left) = (Vec::new(), spill_blocks);
+        for candidate in order(self.settings.policy, candidates) {
+            let seq = usize::try_from(candidate.seq.0).expect("a tiny universe");
+            let Some(by) = self.way(seq, left) else { continue };
+            if by == ParkBy::Spill {
+                left -= self.image(&self.lives[seq]).expect("it can be spilled");
+            }
+            victims.push((seq, by));
+        }
+        let parked: Vec<usize> = victims.iter().map(|&(seq, _)| seq).collect();
+        let fewest = (0..=parked.len()).find(|&count| self.fits(head, &parked[..count]))?;
+        let victims = victims[..fewest].iter().map(|&(seq, by)| (SeqId(seq as u64), by)).collect();
+        Some(ArrivalPlan { seq: SeqId(head as u64), victims })
+    }
+}
+
+fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
+    let one = (-1..2_i32, 0..4_u64, 1..4_u32, any::<(bool, bool)>());
+    let shuffled = Just((0..8_u32).collect::<Vec<_>>()).prop_shuffle();
+    (prop::collection::vec(one, 0..8), shuffled.clone(), shuffled).prop_map(|(measures, slots, arrivals)| {
+        let candidate = |(index, (priority, generated, frees, (immune, constrained)))| Candidate {
+            seq: SeqId(index as u64),
+            slot: _native::ids::SlotId(slots[index]),
+            priority,
+            generated,
+            frees,
+            came_in: u64::from(arrivals[index]),
+            immune,
+            constrained,
+        };
+        measures.into_iter().enumerate().map(candidate).collect()
+    })
+}
+
+proptest! {
+    #![proptest_config(cases())]
+
+    #[test]
+    fn each_policy_orders_candidates_as_the_design_says(mut candidates in candidates()) {
+        for policy in [Policy::FewestGenerated, Policy::Newest, Policy::Largest] {
+            prop_assert_eq!(policy.choose(&candidates), gives_way(policy, &candidates));
+            let expected = order(policy, candidates.clone());
+            policy.sort(&mut candidates);
+            prop_assert_eq!(&candidates, &expected);
+        }
+    }
+}

@@ -1,0 +1,76 @@
+"""Books of a tiny pool, whole steps on them, and all that can be seen of them: for the tests of the binding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reprieve._native import Ledger
+from reprieve.step import StepBuffers, StepShape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SETTINGS: dict[str, Any] = {
+    "num_blocks": 8,
+    "block_size": 4,
+    "num_slots": 3,
+    "context_length": 64,
+    "vocab_size": 128,
+    "step_tokens": 16,
+    "row_tile": 8,
+}
+FIELDS = tuple(StepBuffers.__slots__)
+
+
+def ledger(**settings: Any) -> Ledger:
+    return Ledger(**SETTINGS | settings)
+
+
+def buffers(books: Ledger, **arrays: Any) -> Any:
+    """Buffers that fit every step, some of them replaced."""
+    whole = StepBuffers(StepShape(*books.step_shape()))
+    return SimpleNamespace(**{field: getattr(whole, field) for field in FIELDS} | arrays)
+
+
+def ids(*tokens: int) -> NDArray[np.int32]:
+    return np.array(tokens, np.int32)
+
+
+def admitted(books: Ledger, *lengths: int, **request: Any) -> list[int]:
+    seqs = [books.submit([1] * length, **request) for length in lengths]
+    for seq in seqs:
+        books.admit(seq)
+    return seqs
+
+
+def launch(books: Ledger) -> Any:
+    """Pick, reserve and fill; return the buffers, cut to what was used."""
+    books.rows()
+    books.reserve()
+    filled = buffers(books)
+    rows, tokens, table_changes = books.fill(filled)
+    used = dict.fromkeys(FIELDS, rows) | {"token_ids": tokens, "positions": tokens, "table_changes": table_changes}
+    return SimpleNamespace(**{field: getattr(filled, field)[:count].tolist() for field, count in used.items()})
+
+
+def step(books: Ledger, *tokens: int) -> list[int]:
+    """Do a whole step with these tokens; return the outcomes."""
+    rows = len(launch(books).seqs)
+    outcomes = np.full(rows + 2, 99, np.uint8)
+    books.commit(ids(*tokens), outcomes)
+    assert outcomes[rows:].tolist() == [99, 99]
+    books.check()
+    told: list[int] = outcomes[:rows].tolist()
+    return told
+
+
+def snapshot(books: Ledger) -> list[object]:
+    """All that can be seen of the books."""
+    looks = (books.state, books.tokens, books.committed, books.generated, books.slot, books.block_table)
+    more = (books.image_blocks, books.is_replayable, books.is_immune)
+    live = [*books.residents(), *books.waiting()]
+    each = [[look(seq) for look in (*looks, *more)] for seq in live]
+    return [live, each, books.free_blocks, books.free_slots, books.num_live, books.num_blocks]

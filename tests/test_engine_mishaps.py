@@ -1,0 +1,231 @@
+"""Interrupts, callbacks, clocks and devices that misbehave: nothing is lost, repeated, or left hanging."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from engine_kit import Clock, alone, ask, faulty_engine, tiny_model
+from recording import check_nothing_left, check_stream, recorded
+from reprieve import Engine, Handle, Request
+from reprieve import engine as engine_module
+from reprieve.errors import DeviceLost
+from reprieve.launch import settle
+from reprieve.step import StepResult
+
+if TYPE_CHECKING:
+    from reprieve.device.reference import ReferenceTicket
+    from reprieve.journal import Live
+    from reprieve.step import Step
+
+
+def small_engine(**settings: Any) -> Engine:
+    return Engine(tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4} | settings)
+
+
+def check_as_alone(*handles: Handle) -> None:
+    for handle in handles:
+        check_stream(handle.take_events(), alone(handle.request))
+
+
+def interrupt_once(calls: int = 0) -> Any:
+    """Return a function that lets `calls` calls pass and then interrupts, once."""
+    left = [calls]
+
+    def maybe() -> None:
+        left[0] -= 1
+        if left[0] == -1:
+            raise KeyboardInterrupt
+
+    return maybe
+
+
+@pytest.mark.parametrize("where", ["before settle", "after settle", "after a token", "before a token"])
+def test_an_interrupt_anywhere_in_a_step_loses_and_repeats_no_token(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_engine() as engine:
+        handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
+        engine.step()
+        maybe = interrupt_once(1)
+        token = engine._journal.token
+
+        def interrupted_settle(*arguments: Any) -> StepResult:
+            if where == "before settle":
+                maybe()
+            return settle(*arguments)
+
+        def interrupted_token(live: Live, token_id: int, *, shown: bool) -> None:
+            if where == "before a token":
+                maybe()
+            token(live, token_id, shown=shown)
+            if where == "after a token":
+                maybe()
+
+        monkeypatch.setattr(engine_module, "settle", interrupted_settle)
+        monkeypatch.setattr(engine._journal, "token", interrupted_token)
+        if where == "after settle":
+            run = engine._delivery.run
+            monkeypatch.setattr(engine._delivery, "run", lambda: (maybe(), run()))
+        with pytest.raises(KeyboardInterrupt):
+            engine.run()
+        engine._books.check()
+        engine.run()
+        check_as_alone(*handles)
+        check_nothing_left(engine)
+
+
+def test_after_an_interrupt_close_ends_everybody_and_closes_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4)
+    handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
+    maybe = interrupt_once()
+    monkeypatch.setattr(engine_module, "settle", lambda *_: maybe())
+    with pytest.raises(KeyboardInterrupt), engine:
+        engine.run()
+    assert [handle.finish_reason for handle in handles] == ["cancelled"] * 3
+    with pytest.raises(DeviceLost):
+        device._device.probe()
+
+
+@pytest.mark.parametrize("deed", ["close", "step", "exit"])
+def test_who_is_told_of_a_lost_device_finds_everybody_ended(deed: str) -> None:
+    seen: list[str | None] = []
+    engines: list[Engine] = []
+    handles: list[Handle] = []
+
+    def shut_down(lost: DeviceLost) -> None:
+        seen.extend(handle.finish_reason for handle in handles)
+        if deed == "close":
+            engines[0].close()
+        elif deed == "step":
+            assert engines[0].step().state == "idle"
+        else:
+            sys.exit(3)
+
+    engine, faults, _ = faulty_engine(kv_blocks=40, block_size=4, on_device_lost=shut_down)
+    engines.append(engine)
+    with engine:
+        handles += [engine.submit(ask(5, 6, seed)) for seed in range(3)]
+        engine.step()
+        faults.is_lost = True
+        faults.launch = RuntimeError("gone")
+        if deed == "exit":
+            with pytest.raises(SystemExit):
+                engine.step()
+        else:
+            engine.step()
+        assert seen == ["device_lost"] * 3
+    assert [handle.finish_reason for handle in handles] == ["device_lost"] * 3
+
+
+@pytest.mark.parametrize("token", [61, 10**6, -3, -(2**31)])
+def test_a_device_that_answers_with_no_token_fails_its_step(token: int) -> None:
+    recording, devices = recorded(tiny_model())
+    with Engine(recording, kv_blocks=40, block_size=4) as engine:
+        broken = [engine.submit(ask(5, 6, seed)) for seed in range(2)]
+        launch = devices[0].launch
+
+        def launch_once(step: Step) -> ReferenceTicket:
+            ticket = launch(step)
+            devices[0].launch = launch  # type: ignore[method-assign]
+            return replace(ticket, result=StepResult(np.full(step.num_rows, token, np.int32)))
+
+        devices[0].launch = launch_once  # type: ignore[method-assign]
+        engine.step()
+        assert [handle.finish_reason for handle in broken] == ["step_failed"] * 2
+        sound = engine.submit(ask(5, 6, seed=9))
+        engine.run()
+        check_as_alone(sound)
+        check_nothing_left(engine)
+
+
+def test_a_clock_that_raises_or_goes_back_loses_no_event() -> None:
+    clock = Clock()
+    with small_engine(clock=clock) as engine:
+        handle = engine.submit(ask(6, 5))
+        engine.step()
+        clock.now = "broken"  # type: ignore[assignment]
+        engine.park(handle)
+        clock.now = 3.0
+        engine.run()
+        assert handle.stats.longest_pause_s == 0
+        check_as_alone(handle)
+        check_nothing_left(engine)
+
+
+def test_a_clock_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(TypeError):
+        small_engine(clock=None)
+
+
+@pytest.mark.parametrize("host_kv_bytes", [2**40, 2**50, 2**63 - 1])
+def test_a_host_budget_beyond_all_counting_is_ample(host_kv_bytes: int) -> None:
+    with small_engine(host_kv_bytes=host_kv_bytes, kv_blocks=12) as engine:
+        handles = [engine.submit(ask(9, 20, seed)) for seed in range(3)]
+        engine.run()
+        assert engine.stats.parks_by_spill > 0
+        check_as_alone(*handles)
+
+
+def test_without_head_room_a_replay_does_not_storm_and_priority_is_kept() -> None:
+    with small_engine(kv_blocks=32, max_slots=2, head_room=0, step_tokens=8, host_kv_bytes=0) as engine:
+        low = engine.submit(ask(64, 12, seed=1))
+        engine.step()
+        high = engine.submit(ask(62, 12, seed=2, priority=1))
+        steps = 0
+        while not high.tokens:
+            engine.step()
+            steps += 1
+        assert steps <= 24, "the higher priority waits for the lower one's replays"
+        engine.run()
+        assert engine.stats.tokens_replayed <= 2 * 64
+        check_as_alone(low, high)
+        check_nothing_left(engine)
+
+
+def test_texts_and_ids_from_a_generator_are_kept() -> None:
+    request = Request((n for n in (1, 2, 3)), stop=(text for text in ("a", "b")), stop_token_ids=iter((4,)))  # type: ignore[arg-type]
+    assert (request.prompt, request.stop, request.stop_token_ids) == ((1, 2, 3), ("a", "b"), (4,))
+    request = Request(np.array([5, 6], np.int32), max_new_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert [type(token_id) for token_id in request.prompt] == [int, int]
+    assert type(request.max_new_tokens) is int
+
+
+def test_two_streams_may_be_read_in_turn_and_new_requests_submitted_meanwhile() -> None:
+    with small_engine(kv_blocks=14, max_slots=3) as engine:
+        first, second = engine.submit(ask(9, 12, seed=1)), engine.submit(ask(9, 12, seed=2))
+        third = None
+        events: dict[str, list[Any]] = {first.id: [], second.id: []}
+        for ours, theirs in zip(first, second, strict=False):
+            events[first.id].append(ours)
+            events[second.id].append(theirs)
+            third = third or engine.submit(ask(3, 4, seed=3))
+        assert third is not None
+        events[first.id] += list(first)
+        events[second.id] += list(second)
+        third.result()
+        check_as_alone(third)
+        # zip takes from the first before it finds the second at its end
+        assert len(events[first.id]) + len(events[second.id]) >= 26
+        check_nothing_left(engine)
+
+
+def test_an_image_left_by_an_interrupted_restore_does_no_harm() -> None:
+    with small_engine() as engine:
+        handle = engine.submit(ask(6, 9))
+        engine.step()
+        engine.park(handle, "spill")
+        drop = engine._store.drop
+        engine._store.drop = lambda seq: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        engine._store.drop = drop  # type: ignore[method-assign]
+        engine.step()
+        engine.park(handle, "spill")
+        engine.run()
+        assert handle.tokens == alone(handle.request).tokens
+        check_nothing_left(engine)

@@ -1,0 +1,139 @@
+"""The house rules: which module may import which, and what only one file may name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PYTHON = ROOT / "python" / "reprieve"
+RUST = ROOT / "rust"
+
+# Each module and what it may import of the package at run time. Packages stand for all that is in them.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "request": {"errors"},
+    "config": {"errors", "request"},
+    "step": set(),
+    "latch": {"errors"},
+    "image_store": {"errors"},
+    "park": {"errors", "image_store", "latch"},
+    "launch": {"errors", "latch", "request", "step"},
+    "model": {"errors"},
+    "text": {"errors"},
+    "device": {"errors", "model", "step"},
+    "hub": {"errors"},
+    "loading": {"errors", "hub", "model", "text", "device"},
+    "stats": set(),
+    "handle": {"request"},
+    "journal": {"request", "stats"},
+    "deadlines": set(),
+    "delivery": {"step"},
+    "engine": {
+        "_native", "config", "deadlines", "delivery", "errors", "handle", "image_store", "journal", "latch",
+        "launch", "loading", "park", "request", "stats", "step", "text",
+    },
+    "cli": {"config", "engine", "errors", "handle", "hub", "loading", "request", "text", "__version__"},
+    "__main__": {"cli"},
+}  # fmt: skip
+
+RUST_ARROWS: dict[str, set[str]] = {
+    "ids": set(),
+    "error": {"ids"},
+    "blocks": {"error", "ids"},
+    "slots": {"ids"},
+    "victim": {"ids"},
+    "ledger": {"blocks", "error", "ids", "slots", "victim"},
+    "schedule": {"error", "ids", "ledger", "victim"},
+    "python": {"error", "ids", "ledger", "schedule", "victim"},
+}
+
+
+def module_of(path: Path) -> str:
+    """Return the top module of the package that `path` belongs to."""
+    return path.relative_to(PYTHON).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST, *, also_typing: bool = False) -> set[str]:
+    """Return the absolute names of all modules that a file imports, those for typing only if asked for."""
+    names: set[str] = set()
+    todo = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not also_typing:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute here"
+            module = node.module or ""
+            names |= {f"reprieve.{alias.name}" for alias in node.names} if module == "reprieve" else {module}
+        todo.extend(ast.iter_child_nodes(node))
+    return names
+
+
+def package_files() -> list[Path]:
+    files = [path for path in PYTHON.rglob("*.py") if path != PYTHON / "__init__.py"]
+    assert len(files) > 30
+    return files
+
+
+def test_python_arrows_point_one_way() -> None:
+    seen = 0
+    for path in package_files():
+        module = module_of(path)
+        for name in imported(ast.parse(path.read_text("utf-8"))):
+            parts = name.split(".")
+            if parts[0] != "reprieve" or parts[1] == module:
+                continue
+            assert parts[1] in ARROWS[module], f"{path} imports {name}"
+            seen += 1
+    assert seen > 70
+
+
+def test_no_arrow_points_back() -> None:
+    closed: set[str] = set()
+    while len(closed) < len(ARROWS):
+        ready = {module for module, used in ARROWS.items() if used - {"_native", "__version__"} <= closed} - closed
+        assert ready, f"a circle among {set(ARROWS) - closed}"
+        closed |= ready
+
+
+def test_native_and_cupy_are_named_in_one_place_each() -> None:
+    native = set()
+    for path in package_files():
+        names = imported(ast.parse(path.read_text("utf-8")), also_typing=True)
+        assert not any(name.split(".")[0] in {"cupy", "torch"} for name in names), path
+        if any(name.startswith("reprieve._native") for name in names):
+            native.add(module_of(path))
+    assert native == {"engine"}
+
+
+def test_the_architecture_sees_ops_only() -> None:
+    names = imported(ast.parse((PYTHON / "model" / "llama.py").read_text("utf-8")), also_typing=True)
+    ours = {name for name in names if name.startswith("reprieve")}
+    assert ours == {"reprieve.device.base", "reprieve.model.config", "reprieve.model.weights"}
+
+
+def test_rust_arrows_point_one_way_and_only_python_names_pyo3() -> None:
+    seen = 0
+    for path in RUST.rglob("*.rs"):
+        module = path.relative_to(RUST).parts[0].removesuffix(".rs")
+        text = path.read_text("utf-8")
+        assert ("pyo3" in text) == (module == "python"), path
+        assert "unsafe" not in text, path
+        if module == "lib":
+            continue
+        for name in re.findall(r"crate::(\w+)", text):
+            assert name in RUST_ARROWS[module] | {module}, f"{path} uses {name}"
+            seen += 1
+    assert seen > 20
+
+
+def test_every_file_says_first_what_it_owns() -> None:
+    files = [*package_files(), *RUST.rglob("*.rs"), *(ROOT / "tests").glob("*.py"), *(ROOT / "benches").glob("*.*")]
+    assert len(files) > 60
+    for path in files:
+        if path.suffix in {".py", ".rs"}:
+            assert path.read_text("utf-8").startswith(('"""', "//!")), path
