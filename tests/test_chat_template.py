@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import pytest
 
 import tiny_vocab
 from reprieve.errors import InvalidRequest
-from reprieve.text import ChatTemplate, Text
+from reprieve.text import ChatTemplate, Text, load_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -71,6 +76,9 @@ def test_tools_and_documents_are_none() -> None:
         ("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", "unsafe|refuses"),
         ("{% for %}", "does not compile"),
         ("{{ 1 | no_such_filter }}", "does not compile"),
+        ("{{" + "(" * 2000, "does not compile"),
+        ("{{" + "9" * 5000 + "}}", "does not compile"),
+        ("{% for a in messages %}" * 30 + "{% endfor %}" * 30, "does not compile"),
     ],
 )
 def test_a_faulty_template_is_refused_when_it_is_used(source: str, words: str) -> None:
@@ -106,3 +114,17 @@ def test_a_prompt_that_gives_no_tokens_is_refused() -> None:
         text.encode_prompt("", chat=False)
     with pytest.raises(InvalidRequest, match="gives no tokens"):
         text.encode_prompt("hello", chat=True)
+
+
+@pytest.mark.parametrize(
+    "entry", [5, {}, [5], [{"name": [1]}], [{"name": {}, "template": "x"}], [{"name": "default", "template": 5}]]
+)
+def test_a_template_entry_of_another_kind_is_no_template(entry: object, tmp_path: Path) -> None:
+    backend = tiny_vocab.byte_level()._backend
+    (tmp_path / "tokenizer.json").write_text(backend.to_str(), "utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}), "utf-8")
+    text = load_text(tmp_path)
+    assert text is not None
+    with pytest.raises(InvalidRequest, match="the model has no chat template"):
+        text.encode_prompt("hello", chat=True)
+    assert text.encode_prompt("hello") == text.tokenizer.encode("hello", special=False)

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, processors
 import tiny_vocab
 from reprieve.errors import InvalidRequest, ModelFileError, UnsupportedTokenizer
 from reprieve.text import Text, TextStream, Tokenizer, load_text
-from tiny_vocab import byte_level, byte_level_metadata, sentencepiece, sentencepiece_metadata
+from tiny_vocab import byte_level, byte_level_metadata, save, sentencepiece, sentencepiece_metadata, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parent / "data" / "smollm2_greedy.json"
 BYTES = byte_level()
 SPACED = sentencepiece()
-
-
-def words(tokenizer: Tokenizer, text: str) -> list[bytes]:
-    return [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text, special=False)]
-
-
-def save(tokenizer: Tokenizer, folder: Path, **parts: object) -> Path:
-    """Write tokenizer.json with some of its parts replaced."""
-    content = json.loads(tokenizer._backend.to_str())
-    content.update(parts)
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(content), "utf-8")
-    return path
 
 
 # Byte-level vocabularies.
@@ -337,6 +324,9 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: cannot be read"):
         Tokenizer.from_file(path)
     path.write_text("{", "utf-8")
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json: is not JSON"):
+        Tokenizer.from_file(path)
+    path.write_text("{}", "utf-8")
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: is not a tokenizer"):
         Tokenizer.from_file(path)
     path.write_bytes(b"\xff\xfe")

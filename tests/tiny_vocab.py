@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -99,3 +100,16 @@ def sentencepiece_metadata(scores: Sequence[float] | None = None, **changes: obj
 def sentencepiece(**changes: object) -> Tokenizer:
     """Return the tokenizer of `sentencepiece_metadata`."""
     return Tokenizer.from_gguf(PATH, sentencepiece_metadata(**changes))  # type: ignore[arg-type]
+
+
+def words(tokenizer: Tokenizer, text: str) -> list[bytes]:
+    return [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text, special=False)]
+
+
+def save(tokenizer: Tokenizer, folder: Path, **parts: object) -> Path:
+    """Write tokenizer.json with some of its parts replaced."""
+    content = json.loads(tokenizer._backend.to_str())
+    content.update(parts)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(content), "utf-8")
+    return path

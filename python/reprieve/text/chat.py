@@ -31,10 +31,10 @@ class ChatTemplate:
         self, source: str, tokens: Mapping[str, str] | None = None, *, now: Callable[[], datetime] | None = None
     ) -> None:
         self._tokens = dict(tokens or {})
-        self._template: jinja2.Template | jinja2.TemplateError
+        self._template: jinja2.Template | Exception
         try:
             self._template = _environment(now or _local_time).from_string(source)
-        except jinja2.TemplateError as failure:
+        except Exception as failure:  # noqa: BLE001  # also RecursionError, SyntaxError, ValueError: see `render`
             self._template = failure
 
     def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
@@ -42,7 +42,7 @@ class ChatTemplate:
 
         Raises `InvalidRequest` where the template is faulty or refuses the messages.
         """
-        if isinstance(self._template, jinja2.TemplateError):
+        if isinstance(self._template, Exception):
             problem = f"the model's chat template does not compile: {self._template}"
             raise InvalidRequest("chat", problem) from self._template
         values = {"messages": messages, "tools": None, "documents": None, **self._tokens}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Final
@@ -10,6 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from reprieve.errors import UnsupportedTokenizer
+from reprieve.text.guard import library_guard
 from reprieve.text.vocabulary import SPACE_MARK, Vocabulary, byte_letters, byte_level_bytes, sentencepiece_bytes
 
 if TYPE_CHECKING:
@@ -137,8 +139,9 @@ class _Header:
         silent = {token_id for token_id, kind in enumerate(self.types) if kind in _SILENT}
         spoken = {token_id for token_id, kind in enumerate(self.types) if kind is TokenType.USER_DEFINED}
         special = {token_id for token_id in silent if self.types[token_id] is not TokenType.UNUSED}
-        backend.add_special_tokens([self._added(token_id) for token_id in sorted(special)])
-        backend.add_tokens([self._added(token_id) for token_id in sorted(spoken)])
+        with library_guard(self.refuse, "its special tokens cannot be added"):
+            backend.add_special_tokens([self._added(token_id) for token_id in sorted(special)])
+            backend.add_tokens([self._added(token_id) for token_id in sorted(spoken)])
         bos_id = self._metadata.get("tokenizer.ggml.bos_token_id")
         if bos_id is not None and (not isinstance(bos_id, int) or not 0 <= bos_id < len(self.tokens)):
             raise self.refuse(f"its bos_token_id {bos_id!r} is not one of its {len(self.tokens)} tokens")
@@ -195,10 +198,8 @@ def _sentencepiece(header: _Header) -> Vocabulary:
 
 
 def _bpe(header: _Header, merges: list[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
-    try:
+    with library_guard(header.refuse, "its merges do not fit its tokens"):
         return tokenizers.Tokenizer(models.BPE(header.ids, merges, **options))
-    except Exception as failure:  # the library raises nothing narrower
-        raise header.refuse(f"its merges do not fit its tokens ({failure})") from failure
 
 
 def _pair(header: _Header, merge: str) -> tuple[str, str]:
@@ -217,13 +218,18 @@ def _score_merges(header: _Header) -> list[tuple[str, str]]:
     if len(scores) != len(header.tokens):
         raise header.refuse(f"it has {len(header.tokens)} tokens and {len(scores)} scores")
     mergeable = {t for t, kind in zip(header.tokens, header.types, strict=True) if kind in _MERGEABLE}
+    lengths = set(map(len, mergeable))
     merges: list[tuple[float, int, str, str]] = []
     owner: dict[float, str] = {}
     for token, kind, score in zip(header.tokens, header.types, scores, strict=True):
         if kind is not TokenType.NORMAL:
             continue
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        # Lengths first: to cut one piece of n letters at every place copies n * n of them.
+        cuts = [at for at in range(1, len(token)) if at in lengths and len(token) - at in lengths]
+        splits = [(token[:at], token[at:]) for at in cuts]
         joins = [(-score, -len(left), left, right) for left, right in splits if {left, right} <= mergeable]
+        if joins and math.isnan(score):
+            raise header.refuse(f"the score of its piece {token!r} is not a number")
         if joins and owner.setdefault(score, token) != token:
             raise header.refuse(f"its pieces {owner[score]!r} and {token!r} share the score {score}")
         merges.extend(joins)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from reprieve.errors import InvalidRequest, ModelFileError, UnsupportedTokenizer
 from reprieve.text.chat import ChatTemplate
+from reprieve.text.guard import parse_json_object
 from reprieve.text.json_vocab import token_text
 from reprieve.text.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ def load_text(path: Path, metadata: Mapping[str, object] | None = None) -> Text 
         text = _from_folder(folder, own)
         _check_fit(folder / TOKENIZER_FILE, text.tokenizer, metadata or {})
         return text
-    if path.is_dir() or metadata is None or metadata.get("tokenizer.ggml.model") in {None, "none", "no_vocab"}:
+    if path.is_dir() or metadata is None or metadata.get("tokenizer.ggml.model") in (None, "none", "no_vocab"):
         return None
     return Text(Tokenizer.from_gguf(path, metadata), own)
 
@@ -106,15 +106,15 @@ def _gguf_template(metadata: Mapping[str, object]) -> ChatTemplate | None:
     for name, key in _GGUF_TOKENS.items():
         token_id = metadata.get(key)
         if isinstance(tokens, (list, tuple)) and isinstance(token_id, int) and 0 <= token_id < len(tokens):
-            texts[name] = tokens[token_id]
+            texts[name] = str(tokens[token_id])
     return ChatTemplate(source, texts)
 
 
 def _default_template(entry: object) -> str | None:
     """Return the template in tokenizer_config.json: a text, or the one named "default" of a list."""
     if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-        entry = named.get("default")
+        default = [item for item in entry if isinstance(item, dict) and item.get("name") == "default"]
+        entry = default[-1].get("template") if default else None
     return entry if isinstance(entry, str) else None
 
 
@@ -129,12 +129,4 @@ def _read(path: Path) -> str | None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     source = _read(path)
-    if source is None:
-        return {}
-    try:
-        config = json.loads(source)
-    except ValueError as failure:
-        raise ModelFileError(path, f"is not JSON: {failure}") from failure
-    if not isinstance(config, dict):
-        raise ModelFileError(path, f"holds a {type(config).__name__}, not an object")
-    return config
+    return {} if source is None else parse_json_object(path, source)

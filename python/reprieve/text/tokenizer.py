@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import tokenizers
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidRequest, ModelFileError, UnsupportedTokenizer
 from reprieve.text.gguf_vocab import gguf_vocabulary
+from reprieve.text.guard import library_guard
 from reprieve.text.json_vocab import json_vocabulary
 
 if TYPE_CHECKING:
@@ -37,7 +39,9 @@ class Tokenizer:
 
         Raises `ModelFileError` where the file is damaged, `UnsupportedTokenizer` where its kind is not known.
         """
-        return cls(json_vocabulary(path, config or {}))
+        vocabulary = json_vocabulary(path, config or {})
+        with library_guard(partial(ModelFileError, path), "is not a tokenizer that can be copied"):
+            return cls(vocabulary)
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, object]) -> Tokenizer:
@@ -45,7 +49,9 @@ class Tokenizer:
 
         Raises `UnsupportedTokenizer`, with advice, where the header leaves open how text is split.
         """
-        return cls(gguf_vocabulary(path, metadata))
+        vocabulary = gguf_vocabulary(path, metadata)
+        with library_guard(partial(UnsupportedTokenizer, path), "its vocabulary cannot be copied"):
+            return cls(vocabulary)
 
     @property
     def vocab_size(self) -> int:
@@ -84,14 +90,15 @@ class Tokenizer:
         Without, it is text like any other, so that a user's text cannot pose as the template's. A character that a
         byte-level vocabulary has no tokens for is left out, as in the tokenizers library.
 
-        Raises `InvalidRequest` where `text` is not valid Unicode.
+        Raises `InvalidRequest` where `text` is not valid Unicode, or where the model's own rules fail on it.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as failure:
             raise InvalidRequest("prompt", f"holds half a surrogate pair at character {failure.start}") from failure
         backend = self._backend if special else self._plain
-        return list(backend.encode(text, add_special_tokens=False).ids)
+        with library_guard(partial(InvalidRequest, "prompt"), "the model's tokenizer fails on it"):
+            return list(backend.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token adds to a text: b"" for control tokens and for ids that name no token.
