@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from reprieve._native import Ledger
-from reprieve.step import StepBuffers, StepShape
+from reprieve.step import StepBuffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class Decoding:
             step_tokens=residents + most,
             row_tile=8,
         )
-        self.buffers = StepBuffers(StepShape(*self.books.step_shape()))
+        self.buffers = StepBuffers(self.books.step_shape())
         self.tokens = np.full(residents, 7, np.int32)
         self.outcomes = np.zeros(residents, np.uint8)
         prompt = [1] * positions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from threadpoolctl import threadpool_limits
 
 from reprieve.cli.demo import demo_plan
 from reprieve.cli.runner import decode
@@ -28,8 +28,10 @@ WIDTH = 116
 class Camera(LiveView):
     """A live view that shows nothing and keeps the picture of the step at which most have given way."""
 
-    best: Group | None = None
-    most_waiting = 0
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self.best: Group | None = None
+        self.most_waiting = 0
 
     def line(self, text: Text) -> None:
         """Leave the answers out."""
@@ -50,6 +52,8 @@ def main(target: str) -> int:
         camera = Camera(silent)
         with threadpool_limits(1, user_api="blas"):
             report = decode(demo_plan(), silent, camera)
+        if camera.best is None:
+            raise RuntimeError("nobody ever waited by spill while somebody waited by replay")
         picture = Console(file=nowhere, record=True, width=WIDTH)
         picture.print(camera.best, report.table(), Text(report.sentence()))
         Path(target).write_text(picture.export_svg(title="reprieve demo"), "utf-8")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reprieve import HostStore, Ledger, NullListener, Parker, launch_with_preemption, settle
-from reprieve.step import Step, StepBuffers, StepResult, StepShape
+from reprieve.step import Step, StepBuffers, StepResult
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, NUM_SLOTS = 1000, 4, 12, 4
 
@@ -61,7 +61,7 @@ def main() -> None:
     )  # fmt: skip
     device = AddingDevice()
     parker = Parker(books, device, HostStore(6 * device.block_bytes), NullListener())
-    buffers, outcomes = StepBuffers(StepShape(*books.step_shape())), np.zeros(NUM_SLOTS, np.uint8)
+    buffers, outcomes = StepBuffers(books.step_shape()), np.zeros(NUM_SLOTS, np.uint8)
     answers: dict[int, list[int]] = {books.submit(range(n, n + 6), max_new_tokens=12): [] for n in range(5)}
     while books.num_live:
         parker.bring_in()

@@ -71,13 +71,6 @@ impl BlockPool {
         }
     }
 
-    /// How many of `blocks` would be free if one holder let go of all of them.
-    #[must_use]
-    pub fn freed_by(&self, blocks: &[BlockId]) -> u32 {
-        let sole = blocks.iter().filter(|block| self.holders[block.index()] == 1).count();
-        u32::try_from(sole).expect("no more blocks than the pool has")
-    }
-
     /// Blocks that nobody holds.
     #[must_use]
     pub fn free(&self) -> u32 {
@@ -148,7 +141,6 @@ mod tests {
         let mut table = Vec::new();
         pool.take(2, &mut table).expect("two are free");
         pool.share(&table[..1]);
-        assert_eq!(pool.freed_by(&table), 1);
         pool.give_back(&table);
         assert_eq!(pool.free(), 1);
         pool.give_back(&table[..1]);

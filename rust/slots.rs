@@ -68,7 +68,8 @@ impl<T: Copy + PartialEq> SlotPool<T> {
             let seats = self.holders.iter().filter(|other| other.is_some() && *other == holder).count();
             assert!(seats <= 1, "the holder of {slot:?} sits in {seats} slots");
         }
-        assert!(self.free.len() <= self.holders.len());
+        let vacant = self.holders.iter().filter(|holder| holder.is_none()).count();
+        assert_eq!(self.free.len(), vacant, "a free slot is none of the pool's");
     }
 }
 

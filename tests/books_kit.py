@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reprieve._native import Ledger
-from reprieve.step import StepBuffers, StepShape
+from reprieve.step import StepBuffers
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +31,7 @@ def ledger(**settings: Any) -> Ledger:
 
 def buffers(books: Ledger, **arrays: Any) -> Any:
     """Buffers that fit every step, some of them replaced."""
-    whole = StepBuffers(StepShape(*books.step_shape()))
+    whole = StepBuffers(books.step_shape())
     return SimpleNamespace(**{field: getattr(whole, field) for field in FIELDS} | arrays)
 
 
@@ -70,7 +70,7 @@ def step(books: Ledger, *tokens: int) -> list[int]:
 def snapshot(books: Ledger) -> list[object]:
     """All that can be seen of the books."""
     looks = (books.state, books.tokens, books.committed, books.generated, books.slot, books.block_table)
-    more = (books.image_blocks, books.is_replayable, books.is_immune)
+    more = (books.image_blocks, books.can_replay, books.is_immune)
     live = [*books.residents(), *books.waiting()]
     each = [[look(seq) for look in (*looks, *more)] for seq in live]
     return [live, each, books.free_blocks, books.free_slots, books.num_live, books.num_blocks]

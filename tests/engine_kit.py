@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recording import Answer, recorded, solo_run
-from reprieve import Engine, LoadedModel, Request
+from recording import Answer, check_stream, recorded, solo_run
+from reprieve import Engine, Handle, LoadedModel, Request
 from reprieve.errors import DeviceLost
 from reprieve.loading import from_weights
 from tiny_models import tiny_config, tiny_weights
@@ -96,3 +96,14 @@ def faulty_engine(**settings: object) -> tuple[Engine, Faults, RecordingDevice]:
     device.gather = faulty_gather  # type: ignore[method-assign,assignment]
     device.probe = probe  # type: ignore[method-assign]
     return engine, faults, device
+
+
+def small_engine(**settings: Any) -> Engine:
+    """Return an engine of 40 blocks of 4 positions and 4 slots, where nothing else is said."""
+    return Engine(tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4} | settings)
+
+
+def check_as_alone(*handles: Handle) -> None:
+    """Assert that each stream, none of it taken yet, is that of its request alone."""
+    for handle in handles:
+        check_stream(handle.take_events(), alone(handle.request))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from reprieve.device.kv_pool import KvKind
     from reprieve.device.reference import ReferenceDevice, ReferenceTicket
     from reprieve.loading import DeviceSettings
     from reprieve.request import Event
@@ -77,10 +78,10 @@ def logits_of(device: RecordingDevice, seq: int) -> list[bytes]:
     return [bits for (owner, _), bits in sorted(device.logits.items()) if owner == seq]
 
 
-def solo_run(model: LoadedModel, request: Request, block_size: int = 16) -> Answer:
+def solo_run(model: LoadedModel, request: Request, block_size: int = 16, kv: KvKind = "f32") -> Answer:
     """Answer `request` alone, in a pool that is never short."""
     recording, devices = recorded(model)
-    with Engine(recording, kv_blocks=max(2048 // block_size, 64), block_size=block_size, max_slots=1) as engine:
+    with Engine(recording, kv=kv, kv_blocks=max(2048 // block_size, 64), block_size=block_size, max_slots=1) as engine:
         handle = engine.submit(request)
         text = handle.result()
         assert not handle.stats.parks_by_spill + handle.stats.parks_by_replay
@@ -111,7 +112,7 @@ def check_nothing_left(engine: Engine) -> None:
     engine._books.check()
     engine._store.check()
     snapshot = engine.snapshot()
-    assert snapshot.free_blocks == snapshot.total_blocks
+    assert snapshot.free_blocks == snapshot.num_blocks
     assert not any(snapshot.slots)
     assert not snapshot.waiting
     assert snapshot.host_bytes == 0

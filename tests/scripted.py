@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from reprieve.errors import BooksMisused, CannotPark, DeviceLost, KvExhausted, StepInFlight, UnknownRequest
+from reprieve.errors import BooksMisused, CannotPark, DeviceLost, KvExhausted, StepAborted, StepInFlight, UnknownRequest
 from reprieve.image_store import HostStore
-from reprieve.launch import FaultLatch, StepAborted, end_rows, launch_with_preemption, settle
+from reprieve.latch import FaultLatch
+from reprieve.launch import end_rows, launch_with_preemption, settle
 from reprieve.park import Parker
 from reprieve.step import (
     OUTCOME_CHUNK,
@@ -399,8 +400,8 @@ class ScriptedBooks:
     def slot(self, seq: int) -> int | None:
         return self.of(seq).slot
 
-    def is_replayable(self, seq: int) -> bool:
-        return self.of(seq).replayable
+    def can_replay(self, seq: int) -> bool:
+        return self.of(seq).replayable or self.of(seq).committed == 0
 
     @property
     def free_blocks(self) -> int:

@@ -12,7 +12,7 @@ from reprieve._native import __version__
 from reprieve.errors import (
     BooksMisused,
     CannotPark,
-    InvalidRequest,
+    InvalidArgument,
     KvExhausted,
     NeverFits,
     RequestFinished,
@@ -32,6 +32,7 @@ from reprieve.step import (
     TOKEN_NONE_ALLOWED,
     TOKEN_NOT_READ,
     ArrivalPlan,
+    StepShape,
 )
 
 if TYPE_CHECKING:
@@ -72,11 +73,11 @@ def test_every_look_tells_what_is_so() -> None:
     assert books.block_table(0) == books.image_blocks(0) == [0, 1, 2]
     assert (books.block_table(1), books.image_blocks(1)) == ([], [])
     assert (books.num_blocks, books.free_blocks, books.free_slots, books.num_live) == (8, 5, 2, 3)
-    assert books.step_shape() == (16, 3, 8)
-    assert [books.is_replayable(seq) for seq in seqs] == [True, True, True]  # nothing of the last is computed yet
+    assert books.step_shape() == StepShape(16, 3, 8)
+    assert [books.can_replay(seq) for seq in seqs] == [True, True, True]  # nothing of the last is computed yet
     books.admit(2)
     step(books, 7, 7)
-    assert not books.is_replayable(2)
+    assert not books.can_replay(2)
     assert __version__
 
 
@@ -171,7 +172,7 @@ def test_a_request_that_cannot_be_served_is_refused_by_name(
     books = ledger()
     admitted(books, 3)
     before = snapshot(books)
-    with pytest.raises(InvalidRequest) as refusal:
+    with pytest.raises(InvalidArgument) as refusal:
         books.submit(**request_of)
     assert refusal.value.field == field
     assert problem in refusal.value.problem
@@ -189,26 +190,26 @@ def test_a_prompt_over_the_pool_never_fits() -> None:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_out_of_bounds_is_refused_by_name(setting: str) -> None:
-    with pytest.raises(InvalidRequest, match="must be at least 1, not 0") as refusal:
+    with pytest.raises(InvalidArgument, match="must be at least 1, not 0") as refusal:
         ledger(**{setting: 0})
     assert refusal.value.field == setting
-    with pytest.raises(InvalidRequest, match="must be at most") as refusal:
+    with pytest.raises(InvalidArgument, match="must be at most") as refusal:
         ledger(**{setting: 2**31})
     assert refusal.value.field == setting
-    with pytest.raises((InvalidRequest, TypeError, OverflowError)):
+    with pytest.raises((InvalidArgument, TypeError, OverflowError)):
         ledger(**{setting: -1})
-    with pytest.raises((InvalidRequest, TypeError)):
+    with pytest.raises((InvalidArgument, TypeError)):
         ledger(**{setting: None})
 
 
 def test_a_policy_or_a_way_that_is_none_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match='not "oldest"') as refusal:
+    with pytest.raises(InvalidArgument, match='not "oldest"') as refusal:
         ledger(victim="oldest")
     assert refusal.value.field == "victim"
     books = ledger()
     (seq,) = admitted(books, 3)
     way: Any = "swap"
-    with pytest.raises(InvalidRequest, match='not "swap"') as refusal:
+    with pytest.raises(InvalidArgument, match='not "swap"') as refusal:
         books.park(seq, way)
     assert refusal.value.field == "by"
     assert books.state(seq) == "prefilling"
@@ -238,7 +239,7 @@ def test_the_unknown_and_the_ended_are_told_apart() -> None:
     books.release(ended, reuse=True)
     calls: list[Callable[[int], object]] = [
         *(books.admit, books.drop_image, books.resume, books.image_blocks, books.block_table, books.tokens),
-        *(books.committed, books.generated, books.slot, books.is_replayable, books.is_immune),
+        *(books.committed, books.generated, books.slot, books.can_replay, books.is_immune),
         *(lambda seq: books.park(seq, "spill"), lambda seq: books.park(seq, "replay")),
     ]
     for call in calls:

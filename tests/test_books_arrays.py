@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from books_kit import FIELDS, admitted, buffers, ids, launch, ledger, snapshot
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.step import StepCounts
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def test_a_wrong_buffer_is_refused_by_name_and_the_step_stays_reserved(field: st
     books.reserve()
     array = WRONG[wrong](getattr(buffers(books), field))
     before = snapshot(books)
-    with pytest.raises(InvalidRequest) as refusal:
+    with pytest.raises(InvalidArgument) as refusal:
         books.fill(buffers(books, **{field: array}))
     assert refusal.value.field == field
     assert snapshot(books) == before
@@ -81,7 +81,7 @@ def test_a_wrong_array_of_a_commit_is_refused_and_the_step_stays_in_flight(field
         arrays = [WRONG[wrong](right[field])]
     before = snapshot(books)
     for array in arrays:
-        with pytest.raises(InvalidRequest) as refusal:
+        with pytest.raises(InvalidArgument) as refusal:
             books.commit(**right | {field: array})
         assert refusal.value.field == field
         assert snapshot(books) == before
@@ -127,7 +127,7 @@ class Curious(StepBuffers):
         return super().__getattribute__(name)
 
 
-buffers = Curious(StepShape(*books.step_shape()))
+buffers = Curious(books.step_shape())
 books.admit(books.submit([1] * 5))
 done = threading.Event()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import tiny_vocab
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.text import ChatTemplate, Text, load_text
 
 if TYPE_CHECKING:
@@ -83,14 +83,14 @@ def test_tools_and_documents_are_none() -> None:
 )
 def test_a_faulty_template_is_refused_when_it_is_used(source: str, words: str) -> None:
     template = ChatTemplate(source)
-    with pytest.raises(InvalidRequest, match=words) as caught:
+    with pytest.raises(InvalidArgument, match=words) as caught:
         template.render(HELLO)
     assert caught.value.field == "chat"
 
 
 def test_a_template_cannot_change_the_messages() -> None:
     messages = [{"role": "user", "content": "hello"}]
-    with pytest.raises(InvalidRequest, match="chat"):
+    with pytest.raises(InvalidArgument, match="chat"):
         ChatTemplate("{{ messages.append(messages[0]) }}").render(messages)
     assert messages == HELLO
 
@@ -103,16 +103,16 @@ def test_a_chat_prompt_gets_the_control_tokens_of_the_template_and_no_bos() -> N
 
 
 def test_a_chat_prompt_without_a_template_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="the model has no chat template") as caught:
+    with pytest.raises(InvalidArgument, match="the model has no chat template") as caught:
         Text(tiny_vocab.byte_level()).encode_prompt("hello", chat=True)
     assert caught.value.field == "chat"
 
 
 def test_a_prompt_that_gives_no_tokens_is_refused() -> None:
     text = Text(tiny_vocab.byte_level(), ChatTemplate(""))
-    with pytest.raises(InvalidRequest, match="gives no tokens"):
+    with pytest.raises(InvalidArgument, match="gives no tokens"):
         text.encode_prompt("", chat=False)
-    with pytest.raises(InvalidRequest, match="gives no tokens"):
+    with pytest.raises(InvalidArgument, match="gives no tokens"):
         text.encode_prompt("hello", chat=True)
 
 
@@ -125,6 +125,6 @@ def test_a_template_entry_of_another_kind_is_no_template(entry: object, tmp_path
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}), "utf-8")
     text = load_text(tmp_path)
     assert text is not None
-    with pytest.raises(InvalidRequest, match="the model has no chat template"):
+    with pytest.raises(InvalidArgument, match="the model has no chat template"):
         text.encode_prompt("hello", chat=True)
     assert text.encode_prompt("hello") == text.tokenizer.encode("hello", special=False)

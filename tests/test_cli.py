@@ -209,7 +209,7 @@ def test_without_a_pool_size_nobody_gives_way(gguf: Path, tmp_path: Path) -> Non
 def test_ample_blocks_count_only_those_that_can_be_resident_together(gguf: Path) -> None:
     model = load(gguf)
     config = EngineConfig(block_size=16, max_slots=2, head_room=3)
-    requests = [Request([1] * 10, 7), Request([1] * 10, 8), Request([1] * 10, None)]
+    requests = [Request([1] * 10, max_new_tokens=budget) for budget in (7, 8, None)]
     # 16 positions are 1 block, 17 are 2, the whole context is 16.
     assert ample_blocks(model, config, requests[:1]) == 1 + 3
     assert ample_blocks(model, config, requests) == 2 + 16 + 2 * 3

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_vocab
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.text import Detokenizer
 from tiny_vocab import byte_ids
 
@@ -77,7 +77,7 @@ def test_finish_leaves_nothing_behind() -> None:
 def test_an_id_outside_the_vocabulary_is_refused_and_changes_nothing(token_id: int) -> None:
     detokenizer = Detokenizer(BYTES)
     detokenizer.push(byte_ids(b"\xc3")[0])
-    with pytest.raises(InvalidRequest, match=f"{token_id} is not one .* 0 to {BYTES.num_ids - 1}"):
+    with pytest.raises(InvalidArgument, match=f"{token_id} is not one .* 0 to {BYTES.num_ids - 1}"):
         detokenizer.push(token_id)
     assert detokenizer.push(byte_ids(b"\xa9")[0]) == "é"
 

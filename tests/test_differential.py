@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from engine_kit import VOCAB, alone, tiny_model
-from recording import check_nothing_left, check_stream, logits_of, recorded
+from recording import check_nothing_left, check_stream, logits_of, recorded, solo_run
 from reprieve import Engine, EngineConfig, LoadedModel, Request
 
 if TYPE_CHECKING:
     from reprieve import Handle
+    from reprieve.device.kv_pool import KvKind
     from reprieve.model.config import Architecture
     from reprieve.request import ParkBy
 
@@ -140,58 +141,51 @@ def test_forced_parks_of_a_whole_batch_change_no_bit(every: int, by: ParkBy | No
 
 
 @pytest.mark.parametrize("by", ["spill", "replay"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("chunk", range(1, 5))
+@pytest.mark.parametrize("phase", ["prefill", "replay"])
 def test_parked_after_each_chunk_of_a_prefill_and_of_a_replay_it_samples_once(
-    by: Literal["spill", "replay"], *, again: bool
+    by: ParkBy, chunk: int, phase: Literal["prefill", "replay"]
 ) -> None:
     model = tiny_model()
-    random = np.random.default_rng(9)
-    request = Request(random_prompt(random, 37), max_new_tokens=9, ignore_eos=True)
+    request = Request(random_prompt(np.random.default_rng(9), 37), max_new_tokens=9, ignore_eos=True)
     answer = alone(request, model)
     recording, devices = recorded(model)
     with Engine(recording, kv_blocks=20, block_size=4, max_slots=1, step_tokens=8) as engine:
         handle = engine.submit(request)
-        parked = 0
-        if again:  # drop it after a few tokens, so that what follows falls into its replay
+        if phase == "replay":
             while len(handle.tokens) < 4:
                 engine.step()
             assert engine.park(handle, "replay") == "replay"
+        for _ in range(chunk):
             engine.step()
-        target = 37 + max(len(handle.tokens) - 1, 0)
-        while not handle.is_finished:
-            committed = engine._books.committed(0)
-            if engine._books.state(0) == "prefilling" and committed < target:
-                if by == "replay" and parked >= 2:
-                    pass  # it would begin anew for ever
-                elif engine.park(handle, by) is not None:
-                    parked += 1
-            engine.step()
-        assert parked >= 2
+        # Chunks of 8: four of them do not finish 37 or 40 positions.
+        assert (engine._books.state(0), engine._books.committed(0)) == ("prefilling", 8 * chunk)
+        assert engine.park(handle, by) == by
+        handle.result()
         assert handle.tokens == answer.tokens
         assert logits_of(devices[0], 0) == answer.logits
         check_stream(handle.take_events(), answer)
+        assert handle.stats.tokens_replayed == (0 if phase == "prefill" else 40) + (8 * chunk if by == "replay" else 0)
         check_nothing_left(engine)
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_every_kv_type_and_block_size_is_exact(kv: Literal["f32", "f16", "bf16"], block_size: int) -> None:
+def test_every_kv_type_and_block_size_is_exact(kv: KvKind, block_size: int) -> None:
     model = tiny_model()
     random = np.random.default_rng(block_size)
     requests = [Request(random_prompt(random, int(n)), max_new_tokens=16, ignore_eos=True) for n in (3, 17, 26, 9)]
-    with Engine(model, kv=kv, kv_blocks=64, block_size=16, max_slots=1) as engine:
-        expected = []
-        for request in requests:
-            handle = engine.submit(request)
-            handle.result()
-            expected.append(handle.tokens)
+    answers = [solo_run(model, request, kv=kv) for request in requests]
     positions = 26 + 16 + 2 * block_size
+    recording, devices = recorded(model)
     with Engine(
-        model, kv=kv, kv_blocks=-(-positions // block_size), block_size=block_size, force_park_every=5, head_room=0
+        recording, kv=kv, kv_blocks=-(-positions // block_size), block_size=block_size, force_park_every=5, head_room=0
     ) as engine:
         handles = [engine.submit(request) for request in requests]
         engine.run()
-        assert [handle.tokens for handle in handles] == expected
+        for seq, (handle, answer) in enumerate(zip(handles, answers, strict=True)):
+            check_stream(handle.take_events(), answer)
+            assert logits_of(devices[0], seq) == answer.logits
         assert sum(parks(handles)) > 0
         check_nothing_left(engine)
 

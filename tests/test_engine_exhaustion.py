@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from engine_kit import BLOCK_BYTES, alone, ask, tiny_model
-from recording import check_nothing_left, check_stream
-from reprieve import Engine, Handle, Request
-from reprieve.errors import InvalidRequest, NeverFits
-
-
-def check_all_as_alone(handles: list[Handle]) -> None:
-    for handle in handles:
-        check_stream(handle.take_events(), alone(handle.request))
+from engine_kit import BLOCK_BYTES, alone, ask, check_as_alone, tiny_model
+from recording import check_nothing_left
+from reprieve import Engine, Request
+from reprieve.errors import InvalidArgument, NeverFits
 
 
 def check_serves_on(engine: Engine) -> None:
     check_nothing_left(engine)
     handle = engine.submit(ask(5, 3, seed=99))
     handle.result()
-    check_all_as_alone([handle])
+    check_as_alone(handle)
     check_nothing_left(engine)
 
 
@@ -31,7 +26,7 @@ def test_what_never_fits_is_refused_at_submit_and_holds_nobody_up() -> None:
             assert (refusal.value.needed, refusal.value.total) == (63, 49)
         short = engine.submit(ask(6, 4))
         engine.run()
-        check_all_as_alone([short])
+        check_as_alone(short)
         assert engine.stats.steps == 4
         assert engine.step().state == "idle"
         check_serves_on(engine)
@@ -48,7 +43,7 @@ def test_a_shortage_is_counted_in_blocks_so_exactly_two_of_six_give_way() -> Non
         assert [handle.is_paused for handle in handles] == [True, True, False, False, False, False]
         assert [len(handle.tokens) for handle in handles] == [2, 2, 3, 3, 3, 3]
         engine.run()
-        check_all_as_alone(handles)
+        check_as_alone(*handles)
         check_serves_on(engine)
 
 
@@ -78,7 +73,7 @@ def test_a_victim_is_found_although_everybody_is_immune() -> None:
         handles = [engine.submit(ask(9, 40, seed)) for seed in range(4)]
         engine.run()
         assert max(handle.stats.parks_by_spill for handle in handles) > 1, "somebody gave way while immune"
-        check_all_as_alone(handles)
+        check_as_alone(*handles)
         check_serves_on(engine)
 
 
@@ -89,7 +84,7 @@ def test_a_prompt_that_fills_the_pool_to_the_last_block_comes_in_alone() -> None
         assert engine.snapshot().waiting == (handles[1].id,), "two prompts never count the same free blocks"
         engine.run()
         assert engine.stats.parks_by_spill + engine.stats.parks_by_replay == 0
-        check_all_as_alone(handles)
+        check_as_alone(*handles)
         check_serves_on(engine)
 
 
@@ -99,7 +94,7 @@ def test_exactly_the_budget_asks_for_no_further_block() -> None:
         engine.run()
         assert handle.finish_reason == "length"
         assert engine.stats.parks_by_spill + engine.stats.parks_by_replay == 0
-        check_all_as_alone([handle])
+        check_as_alone(handle)
         check_serves_on(engine)
 
 
@@ -113,7 +108,7 @@ def test_with_the_host_store_full_victims_are_replayed(host_blocks: int) -> None
             assert engine.snapshot().host_bytes <= host_kv_bytes
         assert engine.stats.parks_by_replay >= 3
         assert engine.stats.tokens_replayed > 0
-        check_all_as_alone(handles)
+        check_as_alone(*handles)
         check_serves_on(engine)
 
 
@@ -137,7 +132,7 @@ def test_who_waits_to_replay_comes_in_once_and_thrashes_nobody() -> None:
         engine.run()
         assert engine.stats.tokens_replayed == 40
         assert (a.stats.parks_by_replay, p.stats.parks_by_replay) == (0, 1)
-        check_all_as_alone([a, p])
+        check_as_alone(a, p)
         check_serves_on(engine)
 
 
@@ -150,7 +145,7 @@ def test_a_huge_budget_does_not_keep_short_requests_waiting() -> None:
         assert all(handle.finish_reason == "length" for handle in short)
         assert huge.finish_reason is None
         engine.cancel(huge)
-        check_all_as_alone(short)
+        check_as_alone(*short)
         check_serves_on(engine)
 
 
@@ -163,6 +158,6 @@ def test_a_prompt_longer_than_the_context_is_refused_and_shorter_ones_end_at_it(
             assert (len(handle.tokens), handle.finish_reason) == (tokens, "length")
             assert handle.tokens == alone(ask(length, 4), model).tokens
         for length in (65, 10**6):
-            with pytest.raises(InvalidRequest, match=f"prompt: has {length} tokens, the context holds 64"):
+            with pytest.raises(InvalidArgument, match=f"prompt: has {length} tokens, the context holds 64"):
                 engine.submit((5,) * length, max_new_tokens=4)
         check_nothing_left(engine)

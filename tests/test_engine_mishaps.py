@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from engine_kit import Clock, alone, ask, faulty_engine, tiny_model
+from engine_kit import Clock, alone, ask, check_as_alone, faulty_engine, small_engine, tiny_model
 from recording import check_nothing_left, check_stream, recorded
-from reprieve import Engine, Handle, Request
+from reprieve import Engine, Handle, Request, Token
 from reprieve import engine as engine_module
-from reprieve.errors import DeviceLost
+from reprieve.errors import DeviceLost, InvalidArgument
 from reprieve.launch import settle
 from reprieve.step import StepResult
 
@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from reprieve.device.reference import ReferenceTicket
     from reprieve.journal import Live
     from reprieve.step import Step
-
-
-def small_engine(**settings: Any) -> Engine:
-    return Engine(tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4} | settings)
-
-
-def check_as_alone(*handles: Handle) -> None:
-    for handle in handles:
-        check_stream(handle.take_events(), alone(handle.request))
 
 
 def interrupt_once(calls: int = 0) -> Any:
@@ -44,7 +35,9 @@ def interrupt_once(calls: int = 0) -> Any:
     return maybe
 
 
-@pytest.mark.parametrize("where", ["before settle", "after settle", "after a token", "before a token"])
+@pytest.mark.parametrize(
+    "where", ["before settle", "as settle returns", "after settle", "after a token", "before a token"]
+)
 def test_an_interrupt_anywhere_in_a_step_loses_and_repeats_no_token(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,7 +50,10 @@ def test_an_interrupt_anywhere_in_a_step_loses_and_repeats_no_token(
         def interrupted_settle(*arguments: Any) -> StepResult:
             if where == "before settle":
                 maybe()
-            return settle(*arguments)
+            result = settle(*arguments)
+            if where == "as settle returns":
+                maybe()
+            return result
 
         def interrupted_token(live: Live, token_id: int, *, shown: bool) -> None:
             if where == "before a token":
@@ -75,8 +71,64 @@ def test_an_interrupt_anywhere_in_a_step_loses_and_repeats_no_token(
             engine.run()
         engine._books.check()
         engine.run()
+        assert engine.stats.tokens_generated == 3 * 6
         check_as_alone(*handles)
         check_nothing_left(engine)
+
+
+def interrupted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step once, interrupted just before the first token is told to its stream."""
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._journal, "token", lambda *_, **__: interrupt_once()())
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+
+
+@pytest.mark.parametrize("call", ["cancel", "park", "resume", "submit", "close"])
+def test_after_an_interrupt_every_call_delivers_first(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine() as engine:
+        handle = engine.submit(ask(5, 6))
+        engine.step()
+        interrupted(engine, monkeypatch)
+        assert len(handle.tokens) == 1
+        calls = {
+            "cancel": lambda: engine.cancel(handle),
+            "park": lambda: engine.park(handle),
+            "resume": lambda: engine.resume(handle),
+            "submit": lambda: engine.submit((1,)),
+            "close": engine.close,
+        }
+        calls[call]()
+        events = handle.take_events()
+        tokens = [event.id for event in events if isinstance(event, Token)]
+        assert tokens == alone(handle.request).tokens[:2]
+        assert isinstance(events[0], Token)
+        assert isinstance(events[1], Token), "the token comes before whatever the call did"
+
+
+def test_after_an_interrupt_the_last_token_still_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine() as engine:
+        handle = engine.submit(ask(5, 2))
+        engine.step()
+        interrupted(engine, monkeypatch)
+        assert not handle.is_finished
+        check_stream(list(handle), alone(handle.request))
+        check_nothing_left(engine)
+
+
+def test_what_a_replay_computed_again_is_counted_once_whatever_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_engine(step_tokens=8) as engine:
+        first, second = engine.submit(ask(9, 6, seed=1)), engine.submit(ask(9, 6, seed=2))
+        while len(second.tokens) < 2:
+            engine.step()
+        engine.park(second, "replay")
+        lost = engine._journal.by_id(second.id)
+        assert lost is not None
+        for _ in range(2):
+            interrupted(engine, monkeypatch)
+        engine.run()
+        assert second.stats.tokens_replayed == lost.positions_parked == 10
+        check_as_alone(first, second)
 
 
 def test_after_an_interrupt_close_ends_everybody_and_closes_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +210,7 @@ def test_a_clock_that_raises_or_goes_back_loses_no_event() -> None:
 
 
 def test_a_clock_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(InvalidArgument, match="clock: must be a function, not None"):
         small_engine(clock=None)
 
 

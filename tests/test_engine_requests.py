@@ -7,27 +7,17 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from engine_kit import Clock, alone, ask, faulty_engine, prompt, tiny_model
+from engine_kit import Clock, alone, ask, check_as_alone, faulty_engine, prompt, small_engine, tiny_model
 from recording import check_nothing_left, check_stream
 from reprieve import Done, Engine, EngineConfig, Failed, Handle, Paused, Request, Resumed
 from reprieve.errors import (
     DeviceLost,
     EngineClosed,
-    InvalidRequest,
+    InvalidArgument,
     RequestFinished,
     StepFailed,
     UnknownRequest,
 )
-
-
-def check_as_alone(*handles: Handle) -> None:
-    for handle in handles:
-        check_stream(handle.take_events(), alone(handle.request))
-
-
-def small_engine(**settings: Any) -> Engine:
-    return Engine(tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4} | settings)
-
 
 # Order.
 
@@ -96,7 +86,7 @@ def test_park_is_a_no_op_on_who_is_off_the_device_and_an_error_on_who_is_gone() 
         assert engine.park(queued) is None
         with pytest.raises(UnknownRequest, match="nobody"):
             engine.park("nobody")
-        with pytest.raises(InvalidRequest, match="by: must be"):
+        with pytest.raises(InvalidArgument, match="by: must be"):
             engine.park(first, by="magic")  # type: ignore[arg-type]
         assert engine.snapshot() == before
         assert engine.park(first) == "spill"
@@ -127,7 +117,7 @@ def test_a_pause_is_seen_and_measured() -> None:
             Resumed(2.5),
         ]
         stats = handle.stats
-        assert (stats.longest_pause_s, stats.total_pause_s, stats.replayed_tokens) == (2.5, 2.5, 6)
+        assert (stats.longest_pause_s, stats.total_pause_s, stats.tokens_replayed) == (2.5, 2.5, 6)
         check_stream(events, alone(handle.request))
 
 
@@ -140,7 +130,7 @@ def test_a_spilled_image_that_rots_is_replayed(where: int) -> None:
         assert engine.park(handle, "spill") == "spill"
         engine._store._images[0].payload[where] ^= 1
         engine.run()
-        assert handle.stats.replayed_tokens == 11
+        assert handle.stats.tokens_replayed == 11
         assert handle.stats.restored_bytes == 0
         check_as_alone(handle)
         check_nothing_left(engine)
@@ -319,7 +309,7 @@ def test_logits_that_are_all_nan_end_their_row_alone() -> None:
 def test_an_id_is_taken_while_its_request_is_live() -> None:
     with small_engine() as engine:
         first = engine.submit(ask(4, 3, id="mine"))
-        with pytest.raises(InvalidRequest, match="id: 'mine'"):
+        with pytest.raises(InvalidArgument, match="id: 'mine'"):
             engine.submit(ask(5, 3, id="mine"))
         engine.run()
         second = engine.submit(ask(5, 3, id="mine"))
@@ -358,6 +348,10 @@ def test_an_id_is_taken_while_its_request_is_live() -> None:
         ({"stop_token_ids": (3, 61)}, "stop_token_ids: token id 61 at index 1"),
         ({"stop": None}, "stop: must be a sequence"),
         ({"id": 7}, "id: .* not 7"),
+        ({"max_tokens": 4}, "max_tokens: is no field of a request"),
+        ({"chat": []}, "chat: must be True or False"),
+        ({"ignore_eos": "no"}, "ignore_eos: must be True or False, not 'no'"),
+        ({"prompt": (-(2**200),)}, "prompt: -1606938044258990275541962092341162602522202993782792835301376 at index 0"),
         ({"deadline_s": 10**400}, "deadline_s: must be a number of seconds"),
         ({"deadline_s": "soon"}, "deadline_s: must be a number of seconds"),
         ({"max_new_tokens": True}, "max_new_tokens: .* not True"),
@@ -369,7 +363,7 @@ def test_an_id_is_taken_while_its_request_is_live() -> None:
 )
 def test_what_cannot_be_served_is_refused_by_name_and_the_next_is_right(fields: dict[str, Any], named: str) -> None:
     with small_engine() as engine:
-        with pytest.raises(InvalidRequest, match=named):
+        with pytest.raises(InvalidArgument, match=named):
             engine.submit(**{"request": fields.pop("prompt", prompt(3))} | fields)
         check_nothing_left(engine)
         handle = engine.submit(ask(5, 4))
@@ -407,12 +401,16 @@ def test_no_budget_runs_to_the_context_and_a_huge_one_is_never_reserved() -> Non
         ({"context_length": 4096}, "context_length: is 4096, the model was made for 2048"),
         ({"kv": "int4"}, "kv: .* not 'int4'"),
         ({"blocks": 3}, "blocks: is no setting"),
+        ({"config": "x"}, "config: must be an EngineConfig"),
+        ({"on_device_lost": 5}, "on_device_lost: must be a function, not 5"),
+        ({"device": "reference"}, "device: is 'reference', given beside a model that is loaded"),
+        ({"weights": "f16"}, "weights: is 'f16', given beside a model that is loaded"),
         ({"config": EngineConfig(), "kv_blocks": 3}, "kv_blocks: is given beside config"),
         ({"force_park_by": "magic"}, "force_park_by"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidRequest, match=named):
+    with pytest.raises(InvalidArgument, match=named):
         Engine(tiny_model(), **settings)
 
 

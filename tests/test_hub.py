@@ -16,7 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils._paths import filter_repo_objects  # what its downloads choose files with
 
 from reprieve import hub
-from reprieve.errors import InvalidRequest, ModelFileError
+from reprieve.errors import InvalidArgument, ModelFileError
 from reprieve.hub import DEMO, PackagedFile, packaged_file, pip_download, resolve_model, user_cache
 
 if TYPE_CHECKING:
@@ -77,21 +77,21 @@ def test_a_folder_wins_over_a_name_that_means_something_else(tmp_path: Path, mon
 )
 def test_what_looks_like_a_path_is_never_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_hub_snapshot", refuse_lookup)
-    with pytest.raises(InvalidRequest, match="there is no file or folder") as refusal:
+    with pytest.raises(InvalidArgument, match="there is no file or folder") as refusal:
         resolve_model(name)
     assert refusal.value.field == "model"
 
 
 def test_a_path_object_is_never_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_hub_snapshot", refuse_lookup)
-    with pytest.raises(InvalidRequest, match="there is no file or folder 'owner/name'"):
+    with pytest.raises(InvalidArgument, match="there is no file or folder 'owner/name'"):
         resolve_model(Path("owner/name"))
 
 
 @pytest.mark.parametrize("name", ["", "a\0b", "nothing", "a/b/c", "owner/", "owner/na me", "-x/y"])
 def test_a_name_that_means_nothing_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_hub_snapshot", refuse_lookup)
-    with pytest.raises(InvalidRequest) as refusal:
+    with pytest.raises(InvalidArgument) as refusal:
         resolve_model(name)
     assert refusal.value.field == "model"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprieve.errors import HostStoreFull, ImageCorrupt, InvalidRequest
+from reprieve.errors import HostStoreFull, ImageCorrupt, InvalidArgument
 from reprieve.image_store import HostStore, ImageHeader
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def test_a_budget_of_nothing_takes_nothing() -> None:
 
 @pytest.mark.parametrize("budget", [-1, True, 1.5, None, "1"])
 def test_a_budget_that_is_none_is_refused(budget: object) -> None:
-    with pytest.raises(InvalidRequest, match="budget_bytes"):
+    with pytest.raises(InvalidArgument, match="budget_bytes"):
         HostStore(budget)  # type: ignore[arg-type]
 
 
@@ -96,7 +96,7 @@ def test_bad_bookings_and_puts_are_refused_and_change_nothing() -> None:
         ("payload", lambda: store.put(2, HEADER, payload().view(np.int8))),
     ]
     for field, call in wrong:
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(InvalidArgument) as refused:
             call()
         assert refused.value.field == field
         assert (store.used_bytes, len(store), 2 in store) == (768, 1, False)
@@ -190,7 +190,7 @@ def test_a_sound_image_of_something_else_is_refused(other: ImageHeader) -> None:
     ],
 )
 def test_a_header_that_cannot_be_packed_names_its_field(field: str, value: object) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidArgument) as refused:
         dataclasses.replace(HEADER, **{field: value})  # type: ignore[arg-type]
     assert refused.value.field == field
 

@@ -10,13 +10,15 @@ import pytest
 from reprieve.errors import (
     BooksMisused,
     DeviceLost,
-    InvalidRequest,
+    InvalidArgument,
     KvExhausted,
     ReprieveError,
     RowFailed,
+    StepAborted,
     StepFailed,
 )
-from reprieve.launch import FaultLatch, StepAborted, classified, end_rows, settle
+from reprieve.latch import FaultLatch, classified
+from reprieve.launch import end_rows, settle
 from scripted import Rig, solo
 
 if TYPE_CHECKING:
@@ -291,11 +293,11 @@ def test_a_bug_of_the_books_goes_through_as_it_is_with_the_reservation_handed_ba
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(buffers: StepBuffers) -> StepCounts:
-        raise InvalidRequest("token_ids", "is too short")
+        raise InvalidArgument("token_ids", "is too short")
 
     rig = crowded(1)
     monkeypatch.setattr(rig.books, "fill", refuse)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidArgument):
         rig.launch()
     assert rig.books.snapshot() == rig.books.before_reserve
     monkeypatch.undo()
@@ -303,10 +305,10 @@ def test_a_bug_of_the_books_goes_through_as_it_is_with_the_reservation_handed_ba
     assert ticket is not None
 
     def refuse_too(tokens: NDArray[np.int32], outcomes: NDArray[np.uint8]) -> None:
-        raise InvalidRequest("outcomes", "is too short")
+        raise InvalidArgument("outcomes", "is too short")
 
     monkeypatch.setattr(rig.books, "commit", refuse_too)
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidArgument):
         rig.settle(ticket)
     assert rig.books.snapshot() == rig.books.before_reserve
     assert rig.device.counts["probe"] == 0
@@ -318,7 +320,7 @@ def test_an_answer_that_is_no_token_fails_the_step_and_not_the_caller(monkeypatc
     assert ticket is not None
 
     def refuse(tokens: NDArray[np.int32], outcomes: NDArray[np.uint8]) -> None:
-        raise InvalidRequest("tokens", "holds an id that is none")
+        raise InvalidArgument("tokens", "holds an id that is none")
 
     monkeypatch.setattr(rig.books, "commit", refuse)
     with pytest.raises(StepAborted) as aborted:

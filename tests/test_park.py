@@ -15,7 +15,7 @@ from reprieve.errors import (
     DeviceLost,
     HostStoreFull,
     ImageCorrupt,
-    InvalidRequest,
+    InvalidArgument,
     KvExhausted,
     RequestFinished,
     StepFailed,
@@ -229,7 +229,7 @@ def test_a_device_whose_kv_no_header_can_hold_is_refused_at_once() -> None:
         kv_dtype = "float8_e4m3fn"
 
     rig = Rig()
-    with pytest.raises(InvalidRequest, match="dtype"):
+    with pytest.raises(InvalidArgument, match="dtype"):
         Parker(rig.books, Odd([], 4, 4, 1), rig.store, NullListener())
 
 
@@ -423,10 +423,7 @@ def test_a_sequence_that_ends_while_parked_takes_its_image_along() -> None:
     assert not rig.parker.end(100, "cancelled")
     assert rig.journal.named("ended") == [("ended", 100, "cancelled")]
     rig.check()
-    rig.books.release(101, reuse=False)
-    for _ in range(2):
-        rig.parker.forget(101)
-        rig.check()
+    assert rig.parker.end(101, "cancelled")
     assert rig.store.used_bytes == 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import blas_product, same_bits
-from reprieve.errors import DeviceLost, InvalidRequest
+from reprieve.errors import DeviceLost, InvalidArgument
 from reprieve.model.config import Architecture, ModelConfig, rope_frequencies
 from reprieve.model.llama import forward
 from reprieve.model.weights import LayerWeights, ModelWeights, Rounding, Tensor, f32_to_bf16, rounded
@@ -147,9 +147,9 @@ def test_a_weight_of_another_shape_is_refused_by_name() -> None:
     weights = tiny_weights(config)
     wrong = ArrayTensor("blk.0.odd", np.zeros((47, 64), np.float32))
     broken = replace(weights, layers=(replace(weights.layers[0], o=wrong), weights.layers[1]))
-    with pytest.raises(InvalidRequest, match=r"blk\.0\.odd is \[47, 64\], the model needs \[48, 64\]"):
+    with pytest.raises(InvalidArgument, match=r"blk\.0\.odd is \[47, 64\], the model needs \[48, 64\]"):
         ReferenceWeights(config, broken)
-    with pytest.raises(InvalidRequest, match="1 layers, the model needs 2"):
+    with pytest.raises(InvalidArgument, match="1 layers, the model needs 2"):
         ReferenceWeights(config, replace(weights, layers=weights.layers[:1]))
 
 
@@ -249,7 +249,7 @@ def test_gathered_blocks_come_back_byte_for_byte(kv: KvKind, item: int) -> None:
 def test_bad_blocks_and_images_are_refused_and_nothing_is_written(device: ReferenceDevice) -> None:
     size = device.block_bytes
     image = np.ones(2 * size, np.uint8)
-    with pytest.raises(InvalidRequest, match=r"\[20\] are not among the pool's 20 blocks"):
+    with pytest.raises(InvalidArgument, match=r"\[20\] are not among the pool's 20 blocks"):
         device.gather([3, 20])
     for blocks, bad, message in (
         ([0, -1], image, r"\[-1\] are not among"),
@@ -257,7 +257,7 @@ def test_bad_blocks_and_images_are_refused_and_nothing_is_written(device: Refere
         ([0, 1], image.view(np.float32), "image: must be .* not float32"),
         ([4, 4], image, r"names a block twice: \[4, 4\]"),
     ):
-        with pytest.raises(InvalidRequest, match=message):
+        with pytest.raises(InvalidArgument, match=message):
             device.scatter(blocks, bad)  # type: ignore[arg-type]
     assert not device.pool.data.any()
 
@@ -285,7 +285,7 @@ def test_bf16_kv_is_rounded_to_the_nearest(device: ReferenceDevice) -> None:
 def test_bad_settings_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
     config = tiny_config()
     weights = ReferenceWeights(config, tiny_weights(config))
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         ReferenceDevice(weights, **{"num_blocks": 4, "block_size": 4, "num_slots": 2} | setting)
     assert str(caught.value) == message
 

@@ -13,13 +13,13 @@ from reprieve.device.kv_pool import KvKind, KvPool
 from reprieve.device.reference_ops import KV_TILE, PagedAttention
 from reprieve.device.row_tiles import (
     TILE_HEIGHTS,
-    InexactProduct,
     Product,
     blas_product,
     same_bits,
     tile_height,
     tiled_product,
 )
+from reprieve.errors import InexactProduct
 from reprieve.model.config import rope_frequencies
 from reprieve.step import TOKEN_ALL_NAN
 from tiny_models import tiny_config

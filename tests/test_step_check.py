@@ -10,7 +10,7 @@ import pytest
 
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.reference_weights import ReferenceWeights
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from tiny_models import Row, make_step, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ BAD_STEPS: dict[str, dict[str, NDArray[Any]]] = {
 def test_a_bad_step_is_refused_with_its_numbers_and_nothing_is_written(device: ReferenceDevice, message: str) -> None:
     device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 3)]))
     pool, tables = device.pool.data.copy(), device._tables.copy()
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidArgument) as caught:
         device.launch(replace(good_step(), **BAD_STEPS[message]))
     assert message in str(caught.value)
     assert np.array_equal(device.pool.data, pool)
@@ -81,7 +81,7 @@ def test_a_bad_step_is_refused_with_its_numbers_and_nothing_is_written(device: R
 def test_a_slot_that_is_given_to_another_sequence_forgets_its_table(device: ReferenceDevice) -> None:
     device.launch(make_step([Row(0, 0, list(range(10)))], [(0, 0, 3), (0, 1, 4), (0, 2, 5)]))
     device.launch(make_step([Row(0, 0, [1, 2])], [(0, 0, 7)]))
-    with pytest.raises(InvalidRequest, match=r"slot 0 needs blocks for 6 positions, its table lacks entries \[1\]"):
+    with pytest.raises(InvalidArgument, match=r"slot 0 needs blocks for 6 positions, its table lacks entries \[1\]"):
         device.launch(make_step([Row(0, 2, [3, 4, 5, 6])], []))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_vocab
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.text import StopStrings, TextStream
 
 CHUNKS = st.lists(st.text("ab", max_size=4), max_size=12)
@@ -99,7 +99,7 @@ def test_the_cost_does_not_grow_with_what_is_held_back() -> None:
 
 @pytest.mark.parametrize("stops", [[""], ["a", ""], "ab"])
 def test_an_empty_stop_text_is_refused(stops: list[str]) -> None:
-    with pytest.raises(InvalidRequest, match="not empty") as caught:
+    with pytest.raises(InvalidArgument, match="not empty") as caught:
         StopStrings(stops)
     assert caught.value.field == "stop"
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, processors
 
 import tiny_vocab
-from reprieve.errors import InvalidRequest, ModelFileError, UnsupportedTokenizer
+from reprieve.errors import InvalidArgument, ModelFileError, UnsupportedTokenizer
 from reprieve.text import Text, TextStream, Tokenizer, load_text
 from tiny_vocab import byte_level, byte_level_metadata, save, sentencepiece, sentencepiece_metadata, words
 
@@ -90,12 +90,12 @@ def test_sizes_count_ids_and_tokens() -> None:
 @pytest.mark.parametrize("token_id", [-1, BYTES.num_ids, 2**31, 5279552648203111001])
 def test_an_id_outside_the_vocabulary_is_refused(token_id: int) -> None:
     for call in (BYTES.token_bytes, lambda token_id: BYTES.decode([token_id])):
-        with pytest.raises(InvalidRequest, match=f"{token_id} is not one of .* 0 to {BYTES.num_ids - 1}"):
+        with pytest.raises(InvalidArgument, match=f"{token_id} is not one of .* 0 to {BYTES.num_ids - 1}"):
             call(token_id)
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="character 2") as caught:
+    with pytest.raises(InvalidArgument, match="character 2") as caught:
         BYTES.encode("ab\ud83e", special=False)
     assert caught.value.field == "prompt"
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import models
 
 import tiny_vocab
-from reprieve.errors import InvalidRequest, ModelFileError, ReprieveError, UnsupportedTokenizer
+from reprieve.errors import InvalidArgument, ModelFileError, ReprieveError, UnsupportedTokenizer
 from reprieve.text import Text, Tokenizer, load_text
 from tiny_vocab import WORD, byte_level, byte_level_metadata, save, sentencepiece, sentencepiece_metadata, words
 
@@ -138,7 +138,7 @@ def test_a_wish_to_stop_is_no_damage(way_out: type[BaseException], monkeypatch: 
 def test_a_text_over_which_the_library_panics_is_refused_and_the_next_is_read(tmp_path: Path) -> None:
     path = save(BYTES, tmp_path, normalizer={"type": "Prepend", "prepend": ""})
     tokenizer = Tokenizer.from_file(path, {"add_bos_token": False})
-    with pytest.raises(InvalidRequest, match="the model's tokenizer fails on it") as caught:
+    with pytest.raises(InvalidArgument, match="the model's tokenizer fails on it") as caught:
         tokenizer.encode("hello", special=False)
     assert caught.value.field == "prompt"
     assert tokenizer.encode("<tool>", special=False) == [tiny_vocab.TOOL]
@@ -250,7 +250,7 @@ def use(load: Callable[[], Text | None]) -> None:
         for chat in (False, True):
             try:
                 ids = text.encode_prompt(prompt, chat=chat)
-            except InvalidRequest as refusal:
+            except InvalidArgument as refusal:
                 assert refusal.field in {"chat", "prompt"}  # noqa: PT017  # most examples are not refused
                 continue
             text.tokenizer.decode(ids)  # raises for an id that is none

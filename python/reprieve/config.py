@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.request import integer
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reprieve.request import ParkBy
 
 _BOUNDS: Final = {
@@ -27,7 +29,7 @@ _BOUNDS: Final = {
 VictimPolicy: TypeAlias = Literal["fewest_generated", "newest", "largest"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """The settings of an engine; `Engine(model, **settings)` takes the same names.
 
@@ -44,7 +46,7 @@ class EngineConfig:
     force_park_every  park each sequence after every so many tokens that it generates, to try it out; 0 never does
     force_park_by     how: "spill" or "replay"; None for the way that would be taken anyway
 
-    Raises `InvalidRequest` (a `ValueError`) that names the setting.
+    Raises `InvalidArgument` (a `ValueError`) that names the setting.
     """
 
     kv_blocks: int = 256
@@ -68,8 +70,23 @@ class EngineConfig:
                 # The class is frozen for everybody else.
                 object.__setattr__(self, setting, integer(setting, value, least, most))
         if self.victim not in ("fewest_generated", "newest", "largest"):
-            raise InvalidRequest("victim", f'must be "fewest_generated", "newest" or "largest", not {self.victim!r}')
+            raise InvalidArgument("victim", f'must be "fewest_generated", "newest" or "largest", not {self.victim!r}')
         if not isinstance(self.park_constrained, bool):
-            raise InvalidRequest("park_constrained", f"must be True or False, not {self.park_constrained!r}")
+            raise InvalidArgument("park_constrained", f"must be True or False, not {self.park_constrained!r}")
         if self.force_park_by not in (None, "spill", "replay"):
-            raise InvalidRequest("force_park_by", f'must be None, "spill" or "replay", not {self.force_park_by!r}')
+            raise InvalidArgument("force_park_by", f'must be None, "spill" or "replay", not {self.force_park_by!r}')
+
+    @classmethod
+    def of(cls, config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+        """Return `config`, or one of `settings`; `InvalidArgument` for an unknown setting or for both."""
+        known = cls.__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                raise InvalidArgument(name, f"is no setting; there are {', '.join(known)}")
+        if config is None:
+            return cls(**settings)
+        if not isinstance(config, cls):
+            raise InvalidArgument("config", f"must be an EngineConfig, not {config!r}")
+        if settings:
+            raise InvalidArgument(next(iter(settings)), "is given beside config; put it into the config")
+        return config

@@ -7,8 +7,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
-import numpy as np
-
 from reprieve._native import Ledger
 from reprieve.config import EngineConfig
 from reprieve.deadlines import Deadlines
@@ -17,20 +15,21 @@ from reprieve.errors import (
     CannotPark,
     DeviceLost,
     EngineClosed,
-    InvalidRequest,
+    InvalidArgument,
     RequestFinished,
+    StepAborted,
     UnknownRequest,
 )
 from reprieve.handle import Handle
 from reprieve.image_store import HostStore
 from reprieve.journal import Journal, Live
 from reprieve.latch import FaultLatch
-from reprieve.launch import StepAborted, end_rows, launch_with_preemption, settle
-from reprieve.loading import KV_TYPES, DeviceSettings, LoadedModel, load
+from reprieve.launch import end_rows, launch_with_preemption, settle
+from reprieve.loading import KV_TYPES, LoadedModel, load
 from reprieve.park import Parker
 from reprieve.request import Request
 from reprieve.stats import EngineSnapshot, EngineStats, Progress, SlotView
-from reprieve.step import READ_ARGMAX, StepBuffers, StepShape
+from reprieve.step import READ_ARGMAX, StepBuffers
 from reprieve.text import TextStream
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.weights import Rounding
     from reprieve.request import FinishReason, ParkBy
-    from reprieve.step import Device, Step
+    from reprieve.step import Step
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -55,11 +54,12 @@ _UNBOUNDED: Final = 2**63 - 1
 class Engine:
     """Decodes requests through KV exhaustion.
 
-    `model` is whatever `load` takes, or a model that it loaded, which several engines may share. `kv` is the element
-    type of the KV pool; the other `settings` are those of `EngineConfig`. `clock` gives seconds that never go back;
-    `on_device_lost` is called once if the device fails for good.
+    `model` is whatever `load` takes (with `device` and `weights`), or a model that it loaded, which several engines may
+    share. `kv` is the element type of the KV pool; the other `settings` are those of `EngineConfig`. `clock` gives
+    seconds that never go back; `on_device_lost` is called once, when everybody has ended, if the device fails for good.
+    The attributes `config`, `model` and `kv` say what it was made with.
 
-    Calls come from one thread. A context manager: leaving it closes the engine. Raises `InvalidRequest` for a bad
+    Calls come from one thread. A context manager: leaving it closes the engine. Raises `InvalidArgument` for a bad
     setting, and what `load` raises.
     """
 
@@ -67,34 +67,40 @@ class Engine:
         self,
         model: str | Path | LoadedModel,
         *,
-        device: str = "auto",
-        weights: Rounding = "file",
+        device: str | None = None,
+        weights: Rounding | None = None,
         kv: KvKind | Literal["auto"] = "auto",
         clock: Callable[[], float] = time.monotonic,
         on_device_lost: Callable[[DeviceLost], None] | None = None,
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> None:
-        self.config = _config(config, settings)
+        self.config = EngineConfig.of(config, settings)
         if kv not in KV_TYPES:
-            raise InvalidRequest("kv", f"must be one of {', '.join(KV_TYPES)}, not {kv!r}")
-        self.model = model if isinstance(model, LoadedModel) else load(model, device=device, weights=weights)
+            raise InvalidArgument("kv", f"must be one of {', '.join(KV_TYPES)}, not {kv!r}")
+        for name, function in (("clock", clock), ("on_device_lost", on_device_lost)):
+            if not callable(function) and (function is not None or name == "clock"):
+                raise InvalidArgument(name, f"must be a function, not {function!r}")
+        self.model = _loaded(model, device, weights)
         self.kv: KvKind = "f32" if kv == "auto" else kv
-        context_length = _context_length(self.config, self.model)
-        self._device = _device(self.config, self.model, self.kv)
-        self._books = _books(self.config, self.model, context_length)
-        self._store = HostStore(self.config.host_kv_bytes)
-        self._journal = Journal(clock)
-        self._parker = Parker(self._books, self._device, self._store, self._journal)
+        context_length = self.model.context_length(self.config)
         self._on_device_lost = on_device_lost
         self._latch = FaultLatch(self._end_all_as_lost)
-        self._buffers = StepBuffers(StepShape(*self._books.step_shape()))
-        self._outcomes = np.zeros(self.config.max_slots, np.uint8)
-        self._delivery = Delivery(self._books, self._journal)
-        self._deadlines = Deadlines(lambda seq: self._journal.by_seq(seq) is not None)
         self._numbers = itertools.count()
         self._stalled_passes = 0
         self._is_closed = False
+        self._journal = Journal(clock)
+        self._deadlines = Deadlines(lambda seq: self._journal.by_seq(seq) is not None)
+        self._store = HostStore(self.config.host_kv_bytes)
+        self._device = self.model.new_device(self.config, self.kv)
+        try:
+            self._books = _books(self.config, self.model, context_length)
+            self._buffers = StepBuffers(self._books.step_shape())
+            self._parker = Parker(self._books, self._device, self._store, self._journal)
+            self._delivery = Delivery(self._parker, self._journal, self.config.max_slots)
+        except BaseException:
+            self._device.close()
+            raise
 
     @property
     def stats(self) -> EngineStats:
@@ -106,14 +112,19 @@ class Engine:
     def submit(self, request: Request | str | Sequence[int], **fields: Any) -> Handle:
         """Queue a request, or a prompt with the other `fields` of a `Request`; return its stream.
 
-        Raises, before anything changed: `InvalidRequest` that names the field (`NeverFits` for a prompt that the whole
+        Raises, before anything changed: `InvalidArgument` that names the field (`NeverFits` for a prompt that the whole
         pool could not hold), `DeviceLost`, `EngineClosed`.
         """
         self._require_open()
+        self._delivery.run()
         if not isinstance(request, Request):
+            for name in fields:
+                if name not in Request.__dataclass_fields__:
+                    known = ", ".join(Request.__dataclass_fields__)
+                    raise InvalidArgument(name, f"is no field of a request; there are {known}")
             request = Request(request, **fields)
         elif fields:
-            raise InvalidRequest(next(iter(fields)), "is given beside a Request; put it into the Request")
+            raise InvalidArgument(next(iter(fields)), "is given beside a Request; put it into the Request")
         request_id = self._request_id(request)
         prompt = self._encode(request)
         stream = self._stream(request)
@@ -138,6 +149,7 @@ class Engine:
 
         No-op on a handle whose request has ended.
         """
+        self._delivery.run()
         if isinstance(request, Handle) and request.is_finished:
             return
         self._end(self._live(request), "cancelled")
@@ -149,10 +161,14 @@ class Engine:
         `CannotPark`, `UnknownRequest`, `RequestFinished`, `DeviceLost`, with nothing changed.
         """
         if by not in (None, "spill", "replay"):
-            raise InvalidRequest("by", f'must be None, "spill" or "replay", not {by!r}')
+            raise InvalidArgument("by", f'must be None, "spill" or "replay", not {by!r}')
+        self._delivery.run()
         live = self._live(request)
         try:
             return self._parker.park(live.seq, "by_hand", by)
+        except CannotPark as refusal:
+            # An engine's callers know requests, not sequences.
+            raise CannotPark(live.handle.id, refusal.reason) from refusal
         except DeviceLost as lost:
             self._latch.trip(lost)
             raise
@@ -162,6 +178,7 @@ class Engine:
 
         False, and no change, if it is resident. Raises `UnknownRequest`, `RequestFinished`.
         """
+        self._delivery.run()
         return self._books.resume(self._live(request).seq)
 
     # Steps.
@@ -183,8 +200,7 @@ class Engine:
             ticket = launch_with_preemption(self._books, self._device, self._parker, self._buffers)
             if ticket is None:
                 return self._without_launch(progressed=ended or len(self._journal) < before)
-            result = settle(self._books, self._device, ticket, self._outcomes)
-            self._delivery.add(ticket.step, result, self._outcomes)
+            settle(self._books, self._device, self._delivery.watch(ticket), self._delivery.outcomes)
             self._delivery.run()
             self._force_parks(ticket.step)
         except StepAborted as failure:
@@ -199,7 +215,7 @@ class Engine:
         return Progress("progressed")
 
     def run(self) -> None:
-        """Step until no request is live."""
+        """Step until no request is live. It ends, as each pass makes progress or counts towards the watchdog."""
         while len(self._journal):
             self.step()
 
@@ -266,7 +282,7 @@ class Engine:
         """Return the id that the request asks for, or a new one."""
         if request.id is not None:
             if self._journal.by_id(request.id) is not None:
-                raise InvalidRequest("id", f"{request.id!r} is the id of a live request")
+                raise InvalidArgument("id", f"{request.id!r} is the id of a live request")
             return request.id
         return next(name for n in self._numbers if self._journal.by_id(name := f"request-{n}") is None)
 
@@ -274,14 +290,14 @@ class Engine:
         if not isinstance(request.prompt, str):
             return list(request.prompt)
         if self.model.text is None:
-            raise InvalidRequest("prompt", "is text, and the model has no tokenizer; give token ids")
+            raise InvalidArgument("prompt", "is text, and the model has no tokenizer; give token ids")
         return self.model.text.encode_prompt(request.prompt, chat=request.chat)
 
     def _stream(self, request: Request) -> TextStream | None:
         if self.model.text is not None:
             return TextStream(self.model.text.tokenizer, request.stop)
         if request.stop:
-            raise InvalidRequest("stop", "are texts, and the model has no tokenizer; use stop_token_ids")
+            raise InvalidArgument("stop", "are texts, and the model has no tokenizer; use stop_token_ids")
         return None
 
     def _live(self, request: Handle | str) -> Live:
@@ -348,26 +364,14 @@ class Engine:
                 _LOG.info("not parked: %s", refusal)
 
 
-def _config(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:
-    """Return `config`, or one of `settings`; `InvalidRequest` for an unknown setting or for both."""
-    known = EngineConfig.__dataclass_fields__
-    for name in settings:
-        if name not in known:
-            raise InvalidRequest(name, f"is no setting; there are {', '.join(known)}")
-    if config is None:
-        return EngineConfig(**settings)
-    if settings:
-        raise InvalidRequest(next(iter(settings)), "is given beside config; put it into the config")
-    return config
-
-
-def _context_length(config: EngineConfig, model: LoadedModel) -> int:
-    """Return the most positions of a sequence."""
-    most = model.config.context_length
-    if config.context_length is not None and config.context_length > most:
-        problem = f"is {config.context_length}, the model was made for {most} positions"
-        raise InvalidRequest("context_length", problem)
-    return config.context_length or most
+def _loaded(model: str | Path | LoadedModel, device: str | None, weights: Rounding | None) -> LoadedModel:
+    """Return `model` loaded; with what it is loaded can be said only once."""
+    if not isinstance(model, LoadedModel):
+        return load(model, device=device or "auto", weights=weights or "file")
+    for name, value in (("device", device), ("weights", weights)):
+        if value is not None:
+            raise InvalidArgument(name, f"is {value!r}, given beside a model that is loaded already; give it to load()")
+    return model
 
 
 def _books(config: EngineConfig, model: LoadedModel, context_length: int) -> Ledger:
@@ -385,12 +389,3 @@ def _books(config: EngineConfig, model: LoadedModel, context_length: int) -> Led
         victim=config.victim,
         park_constrained=config.park_constrained,
     )
-
-
-def _device(config: EngineConfig, model: LoadedModel, kv: KvKind) -> Device:
-    """Return a device with an empty KV pool."""
-    try:
-        return model.make_device(DeviceSettings(config.kv_blocks, config.block_size, config.max_slots, kv))
-    except MemoryError as error:
-        problem = f"is {config.kv_blocks}, and there is no memory for a pool of so many blocks: {error}"
-        raise InvalidRequest("kv_blocks", problem) from error

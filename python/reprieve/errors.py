@@ -11,7 +11,7 @@ class ReprieveError(Exception):
     """Anything that reprieve raises on purpose."""
 
 
-class InvalidRequest(ReprieveError, ValueError):
+class InvalidArgument(ReprieveError, ValueError):
     """A request, or an argument, that cannot be served as it is.
 
     Raised before anything changed. `field` names the argument, `problem` says what is wrong with it, numbers included.
@@ -26,7 +26,7 @@ class InvalidRequest(ReprieveError, ValueError):
         return f"{self.field}: {self.problem}"
 
 
-class NeverFits(InvalidRequest):
+class NeverFits(InvalidArgument):
     """A prompt that needs more KV blocks than the whole pool has."""
 
     def __init__(self, field: str, needed: int, total: int) -> None:
@@ -71,23 +71,31 @@ class StepInFlight(ReprieveError):
 
 
 class BooksMisused(ReprieveError, RuntimeError):
-    """A call on the books that is not allowed in the present state, such as a commit with no step in flight."""
+    """A call on the books that is not allowed in the present state, such as a commit with no step in flight.
+
+    Also raised where books of somebody's own break their promises, such as a victim that is not resident.
+    """
 
 
 class CannotPark(ReprieveError):
-    """Neither way of parking is open: the sequence is not replayable and its image does not fit the host budget."""
+    """That way of parking is not open to the sequence, or neither is.
 
-    def __init__(self, seq: int, reason: str) -> None:
+    It is not resident; or it is not replayable and its image does not fit the host budget; or nothing is committed, so
+    that there is no image. `seq` is the sequence, or from an engine the id of the request.
+    """
+
+    def __init__(self, seq: int | str, reason: str) -> None:
         super().__init__(seq, reason)
         self.seq = seq
         self.reason = reason
 
     def __str__(self) -> str:
-        return f"sequence {self.seq} cannot be parked: {self.reason}"
+        who = f"request {self.seq!r}" if isinstance(self.seq, str) else f"sequence {self.seq}"
+        return f"{who} cannot be parked: {self.reason}"
 
 
 class EngineClosed(ReprieveError, RuntimeError):
-    """The engine was closed, or its device is lost; it takes no more work. `args` hold the reason."""
+    """The engine was closed; it takes no more work."""
 
 
 class KvExhausted(ReprieveError):
@@ -119,6 +127,38 @@ class RowFailed(ReprieveError):
 
 class StepFailed(ReprieveError):
     """A step could not be computed, and the device still works. The rows of that step end, nobody else notices."""
+
+
+class StepAborted(StepFailed):
+    """A step that failed and was handed back; `seqs` are the sequences of its rows, the cause is what failed.
+
+    The rows have not ended yet: see `reprieve.launch.end_rows`.
+    """
+
+    def __init__(self, seqs: tuple[int, ...]) -> None:
+        super().__init__(seqs)
+        self.seqs = seqs
+
+    def __str__(self) -> str:
+        return f"a step failed, with the sequences {list(self.seqs)}"
+
+
+class RequestFailed(ReprieveError):
+    """A request that somebody waited for has ended with a failure.
+
+    `code` is its finish reason, `retryable` whether trying again makes sense, `text` what was given out until then.
+    """
+
+    def __init__(self, request_id: str, code: str, retryable: bool, text: str) -> None:
+        super().__init__(request_id, code, retryable, text)
+        self.request_id = request_id
+        self.code = code
+        self.retryable = retryable
+        self.text = text
+
+    def __str__(self) -> str:
+        again = "trying again makes sense" if self.retryable else "trying again makes no sense"
+        return f"request {self.request_id!r} failed with {self.code}; {again}"
 
 
 class DeviceLost(ReprieveError):
@@ -159,6 +199,22 @@ class ModelFileError(ReprieveError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}"
+
+
+class InexactProduct(ReprieveError, RuntimeError):
+    """No tile height gives a row the same bits in every place: decoding could not be exact on this machine."""
+
+    def __init__(self, inputs: int, outputs: int, heights: tuple[int, ...]) -> None:
+        super().__init__(inputs, outputs, heights)
+        self.inputs = inputs
+        self.outputs = outputs
+        self.heights = heights
+
+    def __str__(self) -> str:
+        return (
+            f"the matrix product of {self.inputs} inputs by {self.outputs} outputs gives a row other bits in other "
+            f"places of its tile, for every tile height tried ({', '.join(map(str, self.heights))})"
+        )
 
 
 class UnsupportedTokenizer(ModelFileError):

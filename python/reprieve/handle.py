@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from reprieve.request import RETRYABLE, Done, Failed, Paused, RequestStats, Resumed, Token
+from reprieve.errors import RequestFailed
+from reprieve.request import DONE_REASONS, RETRYABLE, Done, Failed, Paused, RequestStats, Resumed, Token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,9 +76,16 @@ class Handle:
         return taken
 
     def result(self) -> str:
-        """Step the engine until the request has ended; return its whole text. Its events can still be taken."""
+        """Step the engine until the request has ended; return its whole text. Its events can still be taken.
+
+        Raises `RequestFailed` if it failed: its text until then is in the error. It ends, as every engine step makes
+        progress or counts towards the watchdog.
+        """
         while not self.is_finished:
             self._advance(self)
+        reason = self.finish_reason
+        if reason is not None and reason not in DONE_REASONS:
+            raise RequestFailed(self.id, reason, self.is_retryable, self.text) from self.cause
         return self.text
 
     def _push(self, event: Event) -> None:
@@ -85,7 +93,7 @@ class Handle:
         match event:
             case Token(id=token_id, text=text):
                 self.tokens.append(token_id)
-                self.stats.generated_tokens += 1
+                self.stats.tokens_generated += 1
                 self._text.append(text)
             case Paused():
                 self._is_paused = True

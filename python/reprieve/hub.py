@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-from reprieve.errors import InvalidRequest, ModelFileError
+from reprieve.errors import InvalidArgument, ModelFileError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -76,21 +76,21 @@ def resolve_model(model: str | Path) -> Path:
     """Return the folder or GGUF file that `model` names; fetch it first where it has to come from afar.
 
     A path that exists is taken as it is; then "demo" is the demo's model and "owner/name" a repository on the Hugging
-    Face hub. Raises `InvalidRequest` if it is none of these, `ModelFileError` if it could not be fetched.
+    Face hub. Raises `InvalidArgument` if it is none of these, `ModelFileError` if it could not be fetched.
     """
     name = str(model)
     if not name or "\0" in name:
-        raise InvalidRequest("model", f"{name!r} is no name of a model")
+        raise InvalidArgument("model", f"{name!r} is no name of a model")
     path = Path(model)
     if path.exists():
         return path
     if isinstance(model, Path) or _looks_like_path(name):
-        raise InvalidRequest("model", f"there is no file or folder {name!r}")
+        raise InvalidArgument("model", f"there is no file or folder {name!r}")
     if name == "demo":
         return demo_model()
     if not _HUB_NAME.fullmatch(name):
         problem = f'{name!r} is no file or folder here, not "demo", and no hub name such as "owner/name"'
-        raise InvalidRequest("model", problem)
+        raise InvalidArgument("model", problem)
     return _hub_snapshot(name)
 
 
@@ -236,7 +236,7 @@ def _hub_snapshot(name: str) -> Path:
         snapshot = snapshot_download(name, allow_patterns=list(_HUB_FILES))
     except RepositoryNotFoundError as error:
         problem = f"there is no file or folder {name!r}, and no such model on the Hugging Face hub"
-        raise InvalidRequest("model", problem) from error
+        raise InvalidArgument("model", problem) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         first_line = str(error).partition("\n")[0]
         raise ModelFileError(name, f"could not be fetched from the Hugging Face hub: {first_line}") from error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from reprieve.errors import HostStoreFull, ImageCorrupt, InvalidRequest
+from reprieve.errors import HostStoreFull, ImageCorrupt, InvalidArgument
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,7 +27,7 @@ class ImageHeader:
     """What an image is: it can only be restored where all of this is as expected.
 
     `dtype` and `block_shape` are those of the device's KV pool, `committed` is the length in tokens (bytes of the last
-    block past it carry no meaning), `num_bytes` the size of the payload. Raises `InvalidRequest` that names the field.
+    block past it carry no meaning), `num_bytes` the size of the payload. Raises `InvalidArgument` that names the field.
     """
 
     dtype: str
@@ -39,15 +39,15 @@ class ImageHeader:
     def __post_init__(self) -> None:
         """Check that every field can be packed."""
         if not (self.dtype.isascii() and 0 < len(self.dtype) <= _MAX_DTYPE):
-            raise InvalidRequest("dtype", f"must be 1 to {_MAX_DTYPE} ASCII characters, not {self.dtype!r}")
+            raise InvalidArgument("dtype", f"must be 1 to {_MAX_DTYPE} ASCII characters, not {self.dtype!r}")
         if len(self.block_shape) > _MAX_DIMS or not all(0 <= extent < 2**32 for extent in self.block_shape):
-            raise InvalidRequest("block_shape", f"must be at most {_MAX_DIMS} extents of 32 bits: {self.block_shape}")
+            raise InvalidArgument("block_shape", f"must be at most {_MAX_DIMS} extents of 32 bits: {self.block_shape}")
         if not 0 < self.num_blocks < 2**32:
-            raise InvalidRequest("num_blocks", f"must be between 1 and 2**32 - 1, not {self.num_blocks}")
+            raise InvalidArgument("num_blocks", f"must be between 1 and 2**32 - 1, not {self.num_blocks}")
         if not 0 < self.committed < 2**64:
-            raise InvalidRequest("committed", f"must be between 1 and 2**64 - 1 tokens, not {self.committed}")
+            raise InvalidArgument("committed", f"must be between 1 and 2**64 - 1 tokens, not {self.committed}")
         if not 0 < self.num_bytes < 2**64:
-            raise InvalidRequest("num_bytes", f"must be between 1 and 2**64 - 1, not {self.num_bytes}")
+            raise InvalidArgument("num_bytes", f"must be between 1 and 2**64 - 1, not {self.num_bytes}")
 
     def pack(self) -> bytes:
         """Return the header as it is stored."""
@@ -81,7 +81,7 @@ class HostStore:
 
     def __init__(self, budget_bytes: int) -> None:
         if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
-            raise InvalidRequest("budget_bytes", f"must be an integer of at least 0, not {budget_bytes!r}")
+            raise InvalidArgument("budget_bytes", f"must be an integer of at least 0, not {budget_bytes!r}")
         self._budget = budget_bytes
         self._used = 0
         self._booked: dict[int, int] = {}
@@ -113,12 +113,12 @@ class HostStore:
     def book(self, seq: int, num_bytes: int) -> None:
         """Set `num_bytes` aside for the image of `seq`: `HostStoreFull` if they are not free.
 
-        Raises `InvalidRequest` for less than one byte, or if `seq` has a booking or an image already.
+        Raises `InvalidArgument` for less than one byte, or if `seq` has a booking or an image already.
         """
         if num_bytes < 1:
-            raise InvalidRequest("num_bytes", f"an image has at least 1 byte, not {num_bytes}")
+            raise InvalidArgument("num_bytes", f"an image has at least 1 byte, not {num_bytes}")
         if seq in self._booked or seq in self._images:
-            raise InvalidRequest("seq", f"sequence {seq} has an image already, held or booked")
+            raise InvalidArgument("seq", f"sequence {seq} has an image already, held or booked")
         if num_bytes > self.free_bytes:
             raise HostStoreFull(num_bytes, self.free_bytes)
         self._booked[seq] = num_bytes
@@ -133,16 +133,16 @@ class HostStore:
 
         The array is handed over, not copied (unless it is not contiguous): it belongs to the store from here on, as
         `Device.gather` gives a new one each time. Whoever writes to it all the same is found out by the checksum.
-        Raises `InvalidRequest` if payload, header and booking do not agree; the booking stays.
+        Raises `InvalidArgument` if payload, header and booking do not agree; the booking stays.
         """
         booked = self._booked.get(seq)
         if booked is None:
-            raise InvalidRequest("seq", f"nothing is booked for sequence {seq}")
+            raise InvalidArgument("seq", f"nothing is booked for sequence {seq}")
         if header.num_bytes != booked:
-            raise InvalidRequest("header", f"says {header.num_bytes} bytes, {booked} are booked")
+            raise InvalidArgument("header", f"says {header.num_bytes} bytes, {booked} are booked")
         if payload.dtype != np.uint8 or payload.shape != (booked,):
             wrong = f"{payload.dtype} {list(payload.shape)}"
-            raise InvalidRequest("payload", f"must be uint8 [{booked}], not {wrong}")
+            raise InvalidArgument("payload", f"must be uint8 [{booked}], not {wrong}")
         packed, kept = header.pack(), np.ascontiguousarray(payload)
         image = _Image(packed, kept, _checksum(packed, kept), booked)
         # Everything that can fail is above this line.

@@ -83,8 +83,8 @@ class Journal:
     def chunk(self, live: Live, start: int, num_new: int) -> None:
         """Record that a chunk of `num_new` positions from `start` was committed."""
         again = max(min(start + num_new, live.positions_lost) - start, 0)
-        live.handle.stats.replayed_tokens += again
-        self.stats.tokens_replayed += again
+        for stats in (live.handle.stats, self.stats):
+            stats.tokens_replayed += again
 
     def token(self, live: Live, token_id: int, *, shown: bool) -> None:
         """Record a token; `shown` says whether its text is given out."""
@@ -102,8 +102,12 @@ class Journal:
                 reason = "stop"  # the stop text was complete with what was held back
             event = Done(reason, text) if reason in DONE_REASONS else Failed(reason, RETRYABLE[reason], cause, text)
             live.handle._push(event)  # noqa: SLF001  the journal fills handles
-        self._by_seq.pop(live.seq, None)
-        self._by_id.pop(live.handle.id, None)
+        self.close(live)
+
+    def close(self, live: Live) -> None:
+        """Stop keeping a request that has ended. Idempotent."""
+        if self._by_seq.pop(live.seq, None) is not None:
+            del self._by_id[live.handle.id]
 
     # What the parker did.
 

@@ -6,8 +6,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reprieve.errors import BooksMisused, DeviceLost, InvalidRequest, KvExhausted, RowFailed, StepFailed
-from reprieve.latch import FaultLatch, classified
+from reprieve.errors import (
+    BooksMisused,
+    DeviceLost,
+    InvalidArgument,
+    KvExhausted,
+    RowFailed,
+    StepAborted,
+    StepFailed,
+)
+from reprieve.latch import classified
 from reprieve.request import DONE_REASONS, RETRYABLE, FinishReason
 from reprieve.step import Step
 
@@ -16,22 +24,6 @@ if TYPE_CHECKING:
 
     from reprieve.park import Parker
     from reprieve.step import Books, Device, StepBuffers, StepResult, Ticket
-
-__all__ = ["FaultLatch", "StepAborted", "classified", "end_rows", "launch_with_preemption", "settle"]
-
-
-class StepAborted(StepFailed):
-    """A step that failed and was handed back; `seqs` are the sequences of its rows, the cause is what failed.
-
-    The rows have not ended yet: see `end_rows`.
-    """
-
-    def __init__(self, seqs: tuple[int, ...]) -> None:
-        super().__init__(seqs)
-        self.seqs = seqs
-
-    def __str__(self) -> str:
-        return f"a step failed, with the sequences {list(self.seqs)}"
 
 
 def launch_with_preemption(books: Books, device: Device, parker: Parker, buffers: StepBuffers) -> Ticket | None:
@@ -85,7 +77,7 @@ def settle(books: Books, device: Device, ticket: Ticket, outcomes: NDArray[np.ui
         books.commit(result.tokens, outcomes)
     except BaseException as error:
         seqs = _handed_back(books, ticket.step)
-        if isinstance(error, InvalidRequest) and error.field == "tokens":  # the device's answer
+        if isinstance(error, InvalidArgument) and error.field == "tokens":  # the device's answer
             raise StepAborted(seqs) from StepFailed(f"the device answered with {error}")
         raise
     return result

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import TILE_HEIGHTS
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.hub import resolve_model
 from reprieve.model import load_model
 from reprieve.text import load_text
@@ -17,6 +17,7 @@ from reprieve.text import load_text
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from reprieve.config import EngineConfig
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.config import ModelConfig
     from reprieve.model.weights import ModelWeights, Rounding
@@ -54,6 +55,22 @@ class LoadedModel:
     row_tile: int
     make_device: Callable[[DeviceSettings], Device]
 
+    def context_length(self, config: EngineConfig) -> int:
+        """Return the most positions of a sequence; `InvalidArgument` if `config` asks for more than the model's."""
+        most = self.config.context_length
+        if config.context_length is not None and config.context_length > most:
+            problem = f"is {config.context_length}, the model was made for {most} positions"
+            raise InvalidArgument("context_length", problem)
+        return config.context_length or most
+
+    def new_device(self, config: EngineConfig, kv: KvKind) -> Device:
+        """Return a device with an empty KV pool; `InvalidArgument` if there is no memory for it."""
+        try:
+            return self.make_device(DeviceSettings(config.kv_blocks, config.block_size, config.max_slots, kv))
+        except MemoryError as error:
+            problem = f"is {config.kv_blocks}, and there is no memory for a pool of so many blocks: {error}"
+            raise InvalidArgument("kv_blocks", problem) from error
+
 
 def load(model: str | Path, *, device: str = "auto", weights: Rounding = "file") -> LoadedModel:
     """Load a model: a folder with safetensors, a GGUF file, "demo", or the name of a model on the Hugging Face hub.
@@ -61,12 +78,13 @@ def load(model: str | Path, *, device: str = "auto", weights: Rounding = "file")
     `device` is "auto" (the best there is, today the reference) or "reference"; `weights` "file" keeps the values of
     the file, "f32", "bf16" and "f16" round them. Takes seconds and, on the reference device, four bytes per weight.
 
-    Raises `InvalidRequest` for an unknown setting, `ModelFileError` for a file that is damaged or not supported.
+    Raises `InvalidArgument` for an unknown setting, `ModelFileError` for a file that is damaged or not supported, and
+    `InexactProduct` where this machine's BLAS cannot decode exactly.
     """
     if device not in DEVICES:
-        raise InvalidRequest("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
+        raise InvalidArgument("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
     if weights not in WEIGHTS:
-        raise InvalidRequest("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        raise InvalidArgument("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
     path = resolve_model(model)
     opened = load_model(path)
     text = load_text(path, opened.metadata)

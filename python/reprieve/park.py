@@ -66,7 +66,7 @@ class Parker:
     """Parks and resumes the sequences of one set of books, on one device, with one store for the spilled.
 
     A refused or failed call leaves books and store as they were; `DeviceLost` goes through. Where the device fails
-    in any other way, the sequence goes the other way, or ends alone. Raises `InvalidRequest` for a device whose
+    in any other way, the sequence goes the other way, or ends alone. Raises `InvalidArgument` for a device whose
     `kv_dtype`, `kv_shape` or `block_bytes` the header of an image cannot hold.
     """
 
@@ -98,7 +98,7 @@ class Parker:
             raise RequestFinished(seq)
         if state not in {"prefilling", "decoding"}:
             return None
-        replayable = self._books.is_replayable(seq)
+        replayable = self._books.can_replay(seq)
         # With nothing committed there is no image.
         if self._books.committed(seq) > 0 and (by != "replay" or not replayable):
             refusal = self._copy(seq)
@@ -142,10 +142,6 @@ class Parker:
         _LOG.info("sequence %d ended with %s: %r", seq, code, cause)
         self._listener.ended(seq, code, cause)
         return True
-
-    def forget(self, seq: int) -> None:
-        """Drop the image of a sequence that was released while parked. No-op without one."""
-        self._store.drop(seq)
 
     # Coming back.
 
@@ -204,7 +200,7 @@ class Parker:
 
     def _do_without_image(self, seq: int, cause: BaseException) -> None:
         """Let an admitted sequence replay where it is, or end it if its tokens alone do not rebuild its KV."""
-        if self._books.is_replayable(seq):
+        if self._books.can_replay(seq):
             self._books.drop_image(seq)
             self._store.drop(seq)
             _LOG.warning("sequence %d could not be restored and is replayed: %r", seq, cause)

@@ -6,10 +6,10 @@ import functools
 import operator
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,10 +62,11 @@ class Request:
     as the model's own end-of-sequence ids do, which `ignore_eos` switches off. `chat` puts a text prompt through the
     model's chat template as the user's message. `id` must be unique among live requests; None picks one.
 
-    Raises `InvalidRequest` that names the field.
+    Raises `InvalidArgument` that names the field.
     """
 
     prompt: str | Sequence[int]
+    _: KW_ONLY
     max_new_tokens: int | None = 128
     id: str | None = None
     chat: bool = False
@@ -81,13 +82,16 @@ class Request:
         if not isinstance(self.prompt, str):
             set_field("prompt", _token_ids("prompt", self.prompt))
         if len(self.prompt) == 0:
-            raise InvalidRequest("prompt", "is empty; it needs at least one token")
+            raise InvalidArgument("prompt", "is empty; it needs at least one token")
+        for flag in ("chat", "ignore_eos"):
+            if not isinstance(getattr(self, flag), bool):
+                raise InvalidArgument(flag, f"must be True or False, not {getattr(self, flag)!r}")
         if self.chat and not isinstance(self.prompt, str):
-            raise InvalidRequest("chat", "a chat template applies to a text prompt, not to token ids")
+            raise InvalidArgument("chat", "a chat template applies to a text prompt, not to token ids")
         if self.max_new_tokens is not None:
             set_field("max_new_tokens", integer("max_new_tokens", self.max_new_tokens, 1))
         if self.id is not None and not isinstance(self.id, str):
-            raise InvalidRequest("id", f"must be None or a text, not {self.id!r}")
+            raise InvalidArgument("id", f"must be None or a text, not {self.id!r}")
         set_field("priority", integer("priority", self.priority, -(2**31), 2**31 - 1))
         if self.deadline_s is not None:
             set_field("deadline_s", _seconds("deadline_s", self.deadline_s))
@@ -95,17 +99,17 @@ class Request:
         set_field("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
 
-def integer(field: str, value: object, least: int, most: int | None = None) -> int:
-    """Return `value` as a plain integer from `least` to `most`; `InvalidRequest` that names `field` if it is none."""
+def integer(field: str, value: object, least: int | None = None, most: int | None = None) -> int:
+    """Return `value` as a plain integer from `least` to `most`; `InvalidArgument` that names `field` if it is none."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InvalidRequest(field, f"must be an integer, not {value!r}")
+        raise InvalidArgument(field, f"must be an integer, not {value!r}")
     try:
         number = operator.index(value)
     except TypeError:  # an array of several
-        raise InvalidRequest(field, f"must be an integer, not {value!r}") from None
-    if number < least or (most is not None and number > most):
+        raise InvalidArgument(field, f"must be an integer, not {value!r}") from None
+    if (least is not None and number < least) or (most is not None and number > most):
         bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise InvalidRequest(field, f"must be an integer {bounds}, not {number}")
+        raise InvalidArgument(field, f"must be an integer {bounds}, not {number}")
     return number
 
 
@@ -113,29 +117,29 @@ def _seconds(field: str, value: object) -> float:
     try:
         seconds = float(value)  # type: ignore[arg-type]  # that it may not be one is the question
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest(field, f"must be a number of seconds, not {value!r}") from None
+        raise InvalidArgument(field, f"must be a number of seconds, not {value!r}") from None
     if not seconds > 0:  # refuses NaN as well
-        raise InvalidRequest(field, f"must be more than 0 seconds, not {value!r}")
+        raise InvalidArgument(field, f"must be more than 0 seconds, not {value!r}")
     return seconds
 
 
 def _token_ids(field: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str | bytes | Mapping | AbstractSet) or not isinstance(values, Iterable):
-        raise InvalidRequest(field, f"must be a sequence of token ids, not {values!r}")
+        raise InvalidArgument(field, f"must be a sequence of token ids, not {values!r}")
     try:
         ids = tuple(values)
     except TypeError:  # an array of no dimension
-        raise InvalidRequest(field, f"must be a sequence of token ids, not {values!r}") from None
-    return tuple(integer(f"{field}[{index}]", token_id, -(2**127)) for index, token_id in enumerate(ids))
+        raise InvalidArgument(field, f"must be a sequence of token ids, not {values!r}") from None
+    return tuple(integer(f"{field}[{index}]", token_id) for index, token_id in enumerate(ids))
 
 
 def _texts(field: str, values: object) -> tuple[str, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidRequest(field, f"must be a sequence of texts, not {values!r}")
+        raise InvalidArgument(field, f"must be a sequence of texts, not {values!r}")
     texts = tuple(values)
     for index, text in enumerate(texts):
         if not isinstance(text, str) or not text:
-            raise InvalidRequest(f"{field}[{index}]", f"must be a text that is not empty, not {text!r}")
+            raise InvalidArgument(f"{field}[{index}]", f"must be a text that is not empty, not {text!r}")
     return texts
 
 
@@ -195,15 +199,21 @@ Event: TypeAlias = Token | Paused | Resumed | Done | Failed
 
 
 @dataclass(slots=True)
-class RequestStats:
-    """What happened to one request so far. Bytes are KV payload, pauses are seconds of the engine's clock."""
+class Tally:
+    """What is counted for each request, and for all of an engine; bytes are KV payload."""
 
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
+    tokens_generated: int = 0
+    tokens_replayed: int = 0
     parks_by_spill: int = 0
     parks_by_replay: int = 0
     spilled_bytes: int = 0
     restored_bytes: int = 0
-    replayed_tokens: int = 0
+
+
+@dataclass(slots=True)
+class RequestStats(Tally):
+    """What happened to one request so far; pauses are seconds of the engine's clock."""
+
+    prompt_tokens: int = 0
     longest_pause_s: float = 0.0
     total_pause_s: float = 0.0

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from reprieve.request import Tally
+
 
 @dataclass(slots=True)
-class EngineStats:
-    """Totals since an engine was made; bytes are KV payload."""
+class EngineStats(Tally):
+    """Totals since an engine was made."""
 
     steps: int = 0
-    tokens_generated: int = 0
-    tokens_replayed: int = 0
-    parks_by_spill: int = 0
-    parks_by_replay: int = 0
-    spilled_bytes: int = 0
-    restored_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +31,7 @@ class EngineSnapshot:
 
     slots: tuple[SlotView | None, ...]
     waiting: tuple[str, ...]
-    total_blocks: int
+    num_blocks: int
     free_blocks: int
     host_bytes: int
 

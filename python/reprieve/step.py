@@ -169,7 +169,7 @@ class Device(Protocol):
 
     @property
     def kv_dtype(self) -> str:
-        """Element type of the KV pool: "f32", "f16" or "bf16". Part of an image's header."""
+        """Element type of the KV pool, 1 to 8 ASCII characters such as "bf16". Part of an image's header."""
 
     @property
     def kv_shape(self) -> tuple[int, ...]:
@@ -285,8 +285,8 @@ class Books(Protocol):
     def slot(self, seq: int) -> int | None:
         """Return its slot, or None if it is not resident."""
 
-    def is_replayable(self, seq: int) -> bool:
-        """Return whether the token ids alone rebuild its KV."""
+    def can_replay(self, seq: int) -> bool:
+        """Return whether dropping its KV loses nothing: its token ids rebuild it, or none of it is committed yet."""
 
     @property
     def num_blocks(self) -> int:

@@ -142,12 +142,6 @@ impl Sequence {
         self.priority
     }
 
-    /// Whether the token ids alone rebuild its KV.
-    #[must_use]
-    pub fn is_replayable(&self) -> bool {
-        self.replayable
-    }
-
     /// Passed over as a victim while others will do.
     #[must_use]
     pub fn is_immune(&self) -> bool {

@@ -134,8 +134,11 @@ impl StepBook {
     }
 }
 
-/// What a device answers for a row whose logits are all NaN; -1 stands for a mask that leaves nothing.
-const NAN: i32 = -2;
+/// What a device answers for a row whose mask leaves nothing.
+const NONE_ALLOWED: i32 = -1;
+
+/// What a device answers for a row whose logits are all NaN.
+const ALL_NAN: i32 = -2;
 
 fn int(number: u32) -> i32 {
     i32::try_from(number).expect("the settings bound it by i32::MAX")
@@ -272,7 +275,7 @@ impl Ledger {
         }
         let vocab_size = self.settings.vocab_size;
         for (index, (row, &token)) in self.step.rows.iter().zip(tokens).enumerate() {
-            if row.readback == Readback::Argmax && !(NAN..int(vocab_size)).contains(&token) {
+            if row.readback == Readback::Argmax && !(ALL_NAN..int(vocab_size)).contains(&token) {
                 let problem = Problem::NoSuchToken { token: i64::from(token), index, vocab_size };
                 return Err(BooksError::invalid("tokens", problem));
             }
@@ -284,10 +287,10 @@ impl Ledger {
             let row = self.step.rows[index];
             outcomes.push(match row.readback {
                 Readback::Nothing => self.commit_chunk(row),
-                Readback::Argmax => match TokenId::try_from(token) {
-                    Ok(id) => self.commit_token(row, id),
-                    Err(_) if token == NAN => self.commit_nothing(index, Outcome::Nan),
-                    Err(_) => self.commit_nothing(index, Outcome::NothingAllowed),
+                Readback::Argmax => match token {
+                    NONE_ALLOWED => self.commit_nothing(index, Outcome::NothingAllowed),
+                    ALL_NAN => self.commit_nothing(index, Outcome::Nan),
+                    id => self.commit_token(row, TokenId::try_from(id).expect("checked above")),
                 },
             });
         }

@@ -6,12 +6,12 @@ use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 use pyo3::types::PySlice;
 
-use super::errors::InvalidRequest;
+use super::errors::InvalidArgument;
 use crate::ledger::{Counts, StepArrays};
 
 /// The memory of an array of `T`, in the machine's byte order.
 pub(super) fn array<T: Element>(object: &Bound<'_, PyAny>, field: &'static str) -> PyResult<PyBuffer<T>> {
-    let refuse = |problem: String| InvalidRequest::new_err((field, problem));
+    let refuse = |problem: String| InvalidArgument::new_err((field, problem));
     let buffer = PyBuffer::<T>::get(object)
         .map_err(|error| refuse(format!("must be an array of {}: {error}", std::any::type_name::<T>())))?;
     let foreign: &[u8] = if cfg!(target_endian = "little") { b">!" } else { b"<" };
@@ -27,7 +27,7 @@ pub(super) fn writable<T: Element>(
     field: &'static str,
     shape: &[usize],
 ) -> PyResult<PyBuffer<T>> {
-    let refuse = |problem: String| InvalidRequest::new_err((field, problem));
+    let refuse = |problem: String| InvalidArgument::new_err((field, problem));
     let stop = isize::try_from(shape[0]).expect("as many as a step has");
     let used = object
         .get_item(PySlice::new(object.py(), 0, stop, 1))

@@ -6,7 +6,7 @@ use crate::error::{BooksError, Problem};
 
 pyo3::import_exception!(reprieve.errors, BooksMisused);
 pyo3::import_exception!(reprieve.errors, CannotPark);
-pyo3::import_exception!(reprieve.errors, InvalidRequest);
+pyo3::import_exception!(reprieve.errors, InvalidArgument);
 pyo3::import_exception!(reprieve.errors, KvExhausted);
 pyo3::import_exception!(reprieve.errors, NeverFits);
 pyo3::import_exception!(reprieve.errors, RequestFinished);
@@ -20,7 +20,7 @@ impl From<BooksError> for PyErr {
             BooksError::Invalid { field, problem: Problem::NeverFits { needed, total } } => {
                 NeverFits::new_err((field, needed, total))
             }
-            BooksError::Invalid { field, problem } => InvalidRequest::new_err((field, problem.to_string())),
+            BooksError::Invalid { field, problem } => InvalidArgument::new_err((field, problem.to_string())),
             BooksError::Unknown(seq) => UnknownRequest::new_err((seq.0,)),
             BooksError::Finished(seq) => RequestFinished::new_err((seq.0,)),
             BooksError::InFlight(seq) => StepInFlight::new_err((seq.0,)),

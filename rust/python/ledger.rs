@@ -9,7 +9,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::PyType;
 
 use super::arrays::{Buffers, array, writable};
-use super::errors::InvalidRequest;
+use super::errors::InvalidArgument;
 use crate::error::BooksError;
 use crate::ids::SeqId;
 use crate::ledger::{Arrival, Ledger, NewSequence, ParkBy, Reuse, Sequence, Settings, State, StepArrays};
@@ -77,6 +77,11 @@ impl PyLedger {
         replayable = true, constrained = false),
         text_signature = "($self, prompt, *, max_new_tokens=..., priority=0, stop_token_ids=None, replayable=True, \
         constrained=False)")]
+    /// Queue a sequence and return its number.
+    ///
+    /// `prompt` and `stop_token_ids` are token ids, `max_new_tokens` the budget, a higher `priority` is more urgent.
+    /// `replayable` says that the token ids alone rebuild its KV, `constrained` that its next token is bound by a mask.
+    /// Raises `InvalidArgument` that names the argument, and `NeverFits`.
     fn submit(
         &self,
         prompt: &Bound<'_, PyAny>,
@@ -93,6 +98,7 @@ impl PyLedger {
         Ok(self.lock().submit(&new)?.0)
     }
 
+    /// Return the head of the waiting order if it fits now, or would after the named parks; else None.
     fn next_arrival<'py>(&self, py: Python<'py>, spill_blocks: Whole<u64>) -> PyResult<Option<Bound<'py, PyAny>>> {
         static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         let Some(plan) = schedule::next_arrival(&self.lock(), at_most_all(spill_blocks.0)) else {
@@ -102,6 +108,9 @@ impl PyLedger {
         CLASS.import(py, "reprieve.step", "ArrivalPlan")?.call1((plan.seq.0, victims)).map(Some)
     }
 
+    /// Give a waiting sequence its slot and all its blocks; return "start", "replay" or "restore".
+    ///
+    /// Raises `KvExhausted`, or `BooksMisused` if it does not wait or no slot is free.
     fn admit(&self, seq: Whole<u64>) -> PyResult<&'static str> {
         Ok(match self.lock().admit(SeqId(seq.0))? {
             Arrival::Start => "start",
@@ -110,27 +119,35 @@ impl PyLedger {
         })
     }
 
+    /// Forget a restored or spilled image: the sequence replays its history instead. Raises `CannotPark`.
     fn drop_image(&self, seq: Whole<u64>) -> PyResult<()> {
         Ok(self.lock().drop_image(SeqId(seq.0))?)
     }
 
+    /// Pick the rows of the next step, in ascending slot order; return how many there are.
     fn rows(&self) -> PyResult<usize> {
         Ok(schedule::pick_rows(&mut self.lock())?)
     }
 
+    /// Take the blocks by which the picked rows grow, for all or for none: `KvExhausted`.
     fn reserve(&self) -> PyResult<()> {
         Ok(self.lock().reserve()?)
     }
 
+    /// Return the sequence that gives way, or None if nobody can.
     fn victim(&self, spill_blocks: Whole<u64>) -> Option<u64> {
         schedule::victim(&self.lock(), at_most_all(spill_blocks.0)).map(|seq| seq.0)
     }
 
+    /// Return the first victim of those that need a block; raises `BooksMisused` if none does.
     fn capacity_row(&self) -> PyResult<u64> {
         let row = schedule::capacity_row(&self.lock());
         Ok(row.ok_or(BooksError::Misused("capacity_row: no row needs a block"))?.0)
     }
 
+    /// Write the reserved step into `buffers`, a `StepBuffers`; return its `StepCounts`. It is in flight from here on.
+    ///
+    /// Raises `InvalidArgument` that names an array of the wrong type, shape or size; then it is not in flight.
     fn fill<'py>(&self, py: Python<'py>, buffers: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
         let counts = self.lock().counts()?;
@@ -147,15 +164,19 @@ impl PyLedger {
         CLASS.import(py, "reprieve.step", "StepCounts")?.call1((counts.rows, counts.tokens, counts.table_changes))
     }
 
+    /// Undo `reserve` and `fill` exactly; nothing if there is nothing to undo.
     fn hand_back(&self) {
         self.lock().hand_back();
     }
 
+    /// Settle the step in flight with `tokens` [rows] i32; write an outcome per row into `outcomes` [>= rows] u8.
+    ///
+    /// Whoever ends is released. Raises `InvalidArgument`, or `BooksMisused` with no step in flight.
     fn commit(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, outcomes: &Bound<'_, PyAny>) -> PyResult<()> {
         let tokens = array::<i32>(tokens, "tokens")?;
         if tokens.dimensions() != 1 {
             let problem = format!("must have 1 dimension, has shape {:?}", tokens.shape());
-            return Err(InvalidRequest::new_err(("tokens", problem)));
+            return Err(InvalidArgument::new_err(("tokens", problem)));
         }
         let tokens = tokens.to_vec(py)?;
         let rows = self.lock().in_flight()?;
@@ -170,21 +191,25 @@ impl PyLedger {
         outcomes.copy_from_slice(py, &settled)
     }
 
+    /// Take a resident sequence off the device, by "spill" or "replay". Raises `CannotPark`, `StepInFlight`.
     fn park(&self, seq: Whole<u64>, by: &str) -> PyResult<()> {
         let by = way(by)?;
         Ok(self.lock().park(SeqId(seq.0), by)?)
     }
 
+    /// Move a waiting sequence to the front of its priority; False if it is resident.
     fn resume(&self, seq: Whole<u64>) -> PyResult<bool> {
         Ok(self.lock().resume(SeqId(seq.0))?)
     }
 
+    /// End a sequence in any state; False if it had ended before. Raises `StepInFlight`.
     #[pyo3(signature = (seq, *, reuse))]
     fn release(&self, seq: Whole<u64>, reuse: bool) -> PyResult<bool> {
         let reuse = if reuse { Reuse::Keep } else { Reuse::Discard };
         Ok(self.lock().release(SeqId(seq.0), reuse)?)
     }
 
+    /// Return the sequence's state in a word.
     fn state(&self, seq: Whole<u64>) -> PyResult<&'static str> {
         match self.lock().get(SeqId(seq.0)) {
             Ok(sequence) => Ok(state_name(sequence.state())),
@@ -193,73 +218,92 @@ impl PyLedger {
         }
     }
 
+    /// Return the blocks that hold the sequence's committed positions, in order.
     fn image_blocks(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
         Ok(self.lock().image_blocks(SeqId(seq.0))?.iter().map(|block| block.0).collect())
     }
 
+    /// Return all blocks that the sequence holds, in order.
     fn block_table(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
         self.look(seq, |sequence| sequence.table().iter().map(|block| block.0).collect())
     }
 
+    /// Return the sequence's prompt and generated tokens, the pending one included.
     fn tokens(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
         self.look(seq, |sequence| sequence.tokens().to_vec())
     }
 
+    /// Return how many positions of KV are committed.
     fn committed(&self, seq: Whole<u64>) -> PyResult<u32> {
         self.look(seq, Sequence::committed)
     }
 
+    /// Return how many tokens the sequence has generated.
     fn generated(&self, seq: Whole<u64>) -> PyResult<u64> {
         self.look(seq, Sequence::generated)
     }
 
+    /// Return the sequence's slot, or None if it is not resident.
     fn slot(&self, seq: Whole<u64>) -> PyResult<Option<u32>> {
         self.look(seq, |sequence| sequence.slot().map(|slot| slot.0))
     }
 
-    fn is_replayable(&self, seq: Whole<u64>) -> PyResult<bool> {
+    /// Return whether dropping its KV loses nothing: its tokens rebuild it, or none of it is committed.
+    fn can_replay(&self, seq: Whole<u64>) -> PyResult<bool> {
         self.look(seq, Sequence::can_replay)
     }
 
+    /// Return whether the sequence is passed over as a victim while others will do.
     fn is_immune(&self, seq: Whole<u64>) -> PyResult<bool> {
         self.look(seq, Sequence::is_immune)
     }
 
+    /// Return the resident sequences in slot order.
     fn residents(&self) -> Vec<u64> {
         self.lock().residents().map(|sequence| sequence.id().0).collect()
     }
 
+    /// Return the queued and parked sequences in the order in which they will come in.
     fn waiting(&self) -> Vec<u64> {
         self.lock().waiting().map(|sequence| sequence.id().0).collect()
     }
 
+    /// Blocks in the pool.
     #[getter]
     fn num_blocks(&self) -> u32 {
         self.lock().blocks().total()
     }
 
+    /// Blocks that nobody holds.
     #[getter]
     fn free_blocks(&self) -> u32 {
         self.lock().blocks().free()
     }
 
+    /// Slots that nobody holds.
     #[getter]
     fn free_slots(&self) -> u32 {
         self.lock().free_slots()
     }
 
+    /// Sequences that have not ended.
     #[getter]
     fn num_live(&self) -> usize {
         self.lock().num_live()
     }
 
-    /// The most that one step can hold: (tokens, rows, table changes), as `StepShape`.
-    fn step_shape(&self) -> (u32, u32, u32) {
-        let ledger = self.lock();
-        let settings = ledger.settings();
-        (settings.most_step_tokens(), settings.num_slots, settings.num_blocks)
+    /// Return the most that one step can hold, a `StepShape`: what its buffers are made with.
+    fn step_shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        static CLASS: PyOnceLock<Py<PyType>> = PyOnceLock::new();
+        let shape = {
+            let ledger = self.lock();
+            let settings = ledger.settings();
+            (settings.most_step_tokens(), settings.num_slots, settings.num_blocks)
+        };
+        CLASS.import(py, "reprieve.step", "StepShape")?.call1(shape)
     }
 
+    /// Panic if an invariant is broken: for tests.
     fn check(&self) {
         self.lock().check();
     }
@@ -308,12 +352,12 @@ impl Bounded for i32 {
 /// Token ids from an array of i32 or i64, or from any sequence of integers, however large.
 fn token_ids(ids: &Bound<'_, PyAny>, field: &'static str) -> PyResult<Vec<i64>> {
     let mut extracted = Vec::with_capacity(ids.len().unwrap_or_default());
-    let ids = ids.try_iter().map_err(|_| InvalidRequest::new_err((field, "must be a sequence of token ids")))?;
+    let ids = ids.try_iter().map_err(|_| InvalidArgument::new_err((field, "must be a sequence of token ids")))?;
     for (index, id) in ids.enumerate() {
         let id = id?;
         extracted.push(id.extract().map_err(|_| {
             let shown = id.repr().map(|repr| repr.to_string()).unwrap_or_default();
-            InvalidRequest::new_err((field, format!("{shown} at index {index} is not a token id")))
+            InvalidArgument::new_err((field, format!("{shown} at index {index} is not a token id")))
         })?);
     }
     Ok(extracted)
@@ -329,7 +373,7 @@ fn policy(name: &str) -> PyResult<Policy> {
         "fewest_generated" => Ok(Policy::FewestGenerated),
         "newest" => Ok(Policy::Newest),
         "largest" => Ok(Policy::Largest),
-        other => Err(InvalidRequest::new_err((
+        other => Err(InvalidArgument::new_err((
             "victim",
             format!("must be \"fewest_generated\", \"newest\" or \"largest\", not {other:?}"),
         ))),
@@ -340,7 +384,7 @@ fn way(name: &str) -> PyResult<ParkBy> {
     match name {
         "spill" => Ok(ParkBy::Spill),
         "replay" => Ok(ParkBy::Replay),
-        other => Err(InvalidRequest::new_err(("by", format!("must be \"spill\" or \"replay\", not {other:?}")))),
+        other => Err(InvalidArgument::new_err(("by", format!("must be \"spill\" or \"replay\", not {other:?}")))),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Who gives way and who comes in, sentence by sentence as the design says it, for the model to compare with.
+//! Who gives way and who comes in, as sentences say it (quoted at each function), for the model to compare with.
 
 use _native::ids::SeqId;
 use _native::ledger::ParkBy;
@@ -102,7 +102,7 @@ impl Model {
     }
 
     /// "Own blocks (whole prompt or whole history) + the blocks by which this step's decode rows grow + `head_room` x
-    /// residents, the newcomer included, <= free; own blocks <= free when nothing is resident." Beyond the design, the
+    /// residents, the newcomer included, <= free; own blocks <= free when nothing is resident." The
     /// growth of those that come back, or replay, counts as well: nobody resumes without room to grow.
     fn fits(&self, head: usize, parked: &[usize]) -> bool {
         let mut stay = self.residents();
@@ -172,7 +172,7 @@ proptest! {
     #![proptest_config(cases())]
 
     #[test]
-    fn each_policy_orders_candidates_as_the_design_says(mut candidates in candidates()) {
+    fn each_policy_orders_candidates_as_the_sentences_say(mut candidates in candidates()) {
         for policy in [Policy::FewestGenerated, Policy::Newest, Policy::Largest] {
             prop_assert_eq!(policy.choose(&candidates), gives_way(policy, &candidates));
             let expected = order(policy, candidates.clone());

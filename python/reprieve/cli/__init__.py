@@ -7,11 +7,11 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
-from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+from threadpoolctl import threadpool_limits
 
 from reprieve.cli.arguments import parse
 from reprieve.cli.runner import run
-from reprieve.errors import DeviceLost, InvalidRequest, ModelFileError
+from reprieve.errors import ReprieveError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reference device's products have 8 rows: too few to be shared among threads that wait for each other.
         with threadpool_limits(1, user_api="blas"):
             return run(plan, Console(stderr=plan.json_path == "-"))
-    except (InvalidRequest, ModelFileError, DeviceLost) as error:
+    except ReprieveError as error:
         return _refuse(str(error))
     except MemoryError as error:
         return _refuse(f"not enough memory: {error}")

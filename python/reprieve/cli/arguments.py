@@ -10,7 +10,7 @@ from reprieve import __version__
 from reprieve.cli.demo import demo_plan
 from reprieve.cli.plan import Plan, Prompt
 from reprieve.cli.prompts_file import read_prompts
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.loading import DEVICES, KV_TYPES, WEIGHTS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str]) -> Plan:
     """Return what `arguments` ask for.
 
-    Raises `InvalidRequest` for a bad file of prompts; ends the program, as argparse does, for a bad argument.
+    Raises `InvalidArgument` for a bad file of prompts; ends the program, as argparse does, for a bad argument.
     """
     parser = _Parser(
         prog="reprieve",
@@ -159,4 +159,4 @@ def _check_json(name: str) -> None:
     """Refuse a file that could not be written, before anything has been computed for it."""
     path = Path(name)
     if name != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise InvalidRequest("--json", f"cannot write {name}: it is a folder, or in a folder that is not there")
+        raise InvalidArgument("--json", f"cannot write {name}: it is a folder, or in a folder that is not there")

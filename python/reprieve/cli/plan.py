@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.request import Request
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Prompt:
     max_new_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InvalidRequest` that names the origin and the field, of all that can be told without a model."""
+        """Raise `InvalidArgument` that names the origin and the field, of all that can be told without a model."""
         if isinstance(self.content, str) and not self.content.isascii():
             try:
                 self.content.encode()
@@ -42,13 +42,13 @@ class Prompt:
         chat = bool(self.chat) and prompt is None
         content = self.content if prompt is None else prompt
         try:
-            return Request(content, self.max_new_tokens, self.id, chat=chat, ignore_eos=ignore_eos)
-        except InvalidRequest as error:
+            return Request(content, max_new_tokens=self.max_new_tokens, id=self.id, chat=chat, ignore_eos=ignore_eos)
+        except InvalidArgument as error:
             raise self.refused(error.field, error.problem) from None
 
-    def refused(self, name: str, problem: str) -> InvalidRequest:
+    def refused(self, name: str, problem: str) -> InvalidArgument:
         """Return the error for a field of this prompt."""
-        return InvalidRequest(f"{self.origin}: {name}", problem)
+        return InvalidArgument(f"{self.origin}: {name}", problem)
 
 
 @dataclass(frozen=True, slots=True)

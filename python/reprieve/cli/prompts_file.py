@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from reprieve.cli.plan import Prompt
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,12 +18,12 @@ def read_prompts(path: Path, max_new_tokens: int) -> tuple[Prompt, ...]:
     """Return the prompts in `path`, a JSON Lines file; `max_new_tokens` is the budget of a line that names none.
 
     A line is `{"id", "prompt": text or [token ids], "chat": true|false, "max_new_tokens"}`; only the prompt is
-    required. Empty lines are skipped. Raises `InvalidRequest` that names the file, the line and the field.
+    required. Empty lines are skipped. Raises `InvalidArgument` that names the file, the line and the field.
     """
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     except OSError as error:
-        raise InvalidRequest("--prompts", f"cannot read {path}: {error.strerror or error}") from None
+        raise InvalidArgument("--prompts", f"cannot read {path}: {error.strerror or error}") from None
     prompts: dict[str, Prompt] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -34,7 +34,7 @@ def read_prompts(path: Path, max_new_tokens: int) -> tuple[Prompt, ...]:
             raise prompt.refused("id", f"{prompt.id!r} is already the id of {prompts[prompt.id].origin}")
         prompts[prompt.id] = prompt
     if not prompts:
-        raise InvalidRequest("--prompts", f"{path} holds no prompt")
+        raise InvalidArgument("--prompts", f"{path} holds no prompt")
     return tuple(prompts.values())
 
 
@@ -43,20 +43,20 @@ def _fields(origin: str, line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:  # bad JSON, bad UTF-8, an integer of thousands of digits
-        raise InvalidRequest(origin, f"is not JSON: {error}") from None
+        raise InvalidArgument(origin, f"is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise InvalidRequest(origin, f"must be a JSON object, not {type(fields).__name__}")
+        raise InvalidArgument(origin, f"must be a JSON object, not {type(fields).__name__}")
     for key in fields:
         if key not in _KEYS:
-            raise InvalidRequest(f"{origin}: {key}", f"is no field; there are {', '.join(_KEYS)}")
+            raise InvalidArgument(f"{origin}: {key}", f"is no field; there are {', '.join(_KEYS)}")
     return fields
 
 
 def _prompt(origin: str, fields: dict[str, Any], default_id: str, max_new_tokens: int) -> Prompt:
     """Check the types of a line's fields, which JSON leaves open; `Prompt` checks their values."""
 
-    def refused(name: str, problem: str) -> InvalidRequest:
-        return InvalidRequest(f"{origin}: {name}", problem)
+    def refused(name: str, problem: str) -> InvalidArgument:
+        return InvalidArgument(f"{origin}: {name}", problem)
 
     if "prompt" not in fields:
         raise refused("prompt", "is missing")

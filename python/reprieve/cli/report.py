@@ -100,7 +100,7 @@ class Report:
                 str(handle.finish_reason),
                 str(stats.parks_by_spill),
                 str(stats.parks_by_replay),
-                str(stats.replayed_tokens),
+                str(stats.tokens_replayed),
                 f"{stats.longest_pause_s:.2f} s",
                 _ANSWERS[same],
             )
@@ -135,7 +135,7 @@ def _request_json(handle: Handle, same_as_alone: bool | None) -> dict[str, Any]:
         "text": handle.text,
         "finish_reason": handle.finish_reason,
         "parks": {"spill": stats.parks_by_spill, "replay": stats.parks_by_replay},
-        "replayed_tokens": stats.replayed_tokens,
+        "replayed_tokens": stats.tokens_replayed,
         "spilled_bytes": stats.spilled_bytes,
         "longest_pause_s": stats.longest_pause_s,
         "same_as_alone": same_as_alone,

@@ -16,7 +16,7 @@ from reprieve.cli.report import Pool, Report
 from reprieve.cli.view import LineView, LiveView, printable
 from reprieve.config import EngineConfig
 from reprieve.engine import Engine
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.hub import resolve_model
 from reprieve.loading import LoadedModel, load
 
@@ -43,7 +43,7 @@ class Setup:
 def run(plan: Plan, console: Console) -> int:
     """Do what `plan` asks for, and show it; return the exit status.
 
-    Raises `InvalidRequest` for bad input, with nothing computed; `ModelFileError` for a bad or missing model.
+    Raises `InvalidArgument` for bad input, with nothing computed; `ModelFileError` for a bad or missing model.
     """
     report = decode(plan, console, (LiveView if console.is_terminal else LineView)(console))
     console.print(report.table())
@@ -128,7 +128,7 @@ def _with_ids(model: LoadedModel, prompt: Prompt, *, ignore_eos: bool) -> Reques
     chat = model.text.chat_template is not None if prompt.chat is None else prompt.chat
     try:
         ids = model.text.encode_prompt(prompt.content, chat=chat)
-    except InvalidRequest as error:
+    except InvalidArgument as error:
         raise prompt.refused(error.field, error.problem) from None
     return prompt.request(ids, ignore_eos=ignore_eos)
 
@@ -166,7 +166,7 @@ def _run_together(setup: Setup, prompts: Sequence[Prompt], requests: Sequence[Re
 def _submit(engine: Engine, prompt: Prompt, request: Request) -> Handle:
     try:
         return engine.submit(request)
-    except InvalidRequest as error:
+    except InvalidArgument as error:
         raise prompt.refused(error.field, error.problem) from None
 
 
@@ -211,4 +211,4 @@ def _write_json(report: Report, name: str) -> None:
     try:
         Path(name).write_text(text, "utf-8")
     except OSError as error:
-        raise InvalidRequest("--json", f"cannot write {name}: {error.strerror or error}") from None
+        raise InvalidArgument("--json", f"cannot write {name}: {error.strerror or error}") from None

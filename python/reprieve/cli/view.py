@@ -129,11 +129,11 @@ class LiveView(LineView):
 
     def picture(self, snapshot: EngineSnapshot, step: int) -> Group:
         """Return the pool, the slots, who waits, and what happened last."""
-        used = snapshot.total_blocks - snapshot.free_blocks
+        used = snapshot.num_blocks - snapshot.free_blocks
         pool = Text.assemble(
             f"step {step:4}  pool ",
-            _bar(used, snapshot.total_blocks, _POOL_WIDTH),
-            f" {used} of {snapshot.total_blocks} blocks used, {snapshot.free_blocks} free",
+            _bar(used, snapshot.num_blocks, _POOL_WIDTH),
+            f" {used} of {snapshot.num_blocks} blocks used, {snapshot.free_blocks} free",
         )
         slots = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in ("slot", "sequence", "state", "blocks", "", "tokens"):

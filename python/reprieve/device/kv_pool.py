@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.model.weights import bf16_to_f32, f32_to_bf16
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ class KvPool:
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, kind: KvKind) -> None:
         if kind not in get_args(KvKind):
-            raise InvalidRequest("kv", f'must be "f32", "f16" or "bf16", not {kind!r}')
+            raise InvalidArgument("kv", f'must be "f32", "f16" or "bf16", not {kind!r}')
         for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
-                raise InvalidRequest(name, f"must be at least 1, not {value}")
+                raise InvalidArgument(name, f"must be at least 1, not {value}")
         self.kind = kind
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -76,13 +76,13 @@ class KvPool:
         indices = self._checked(blocks)
         expected = len(indices) * self.block_bytes
         if image.dtype != np.uint8 or image.ndim != 1 or len(image) != expected:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "image",
                 f"must be {expected} bytes in one dimension ({len(indices)} blocks of {self.block_bytes}), "
                 f"not {image.dtype} {list(image.shape)}",
             )
         if len(np.unique(indices)) != len(indices):
-            raise InvalidRequest("blocks", f"names a block twice: {list(blocks)}")
+            raise InvalidArgument("blocks", f"names a block twice: {list(blocks)}")
         self.data[indices] = np.ascontiguousarray(image).view(self.data.dtype).reshape(-1, *self.block_shape)
 
     def _rounded(self, values: NDArray[np.float32]) -> NDArray[Any]:
@@ -92,5 +92,5 @@ class KvPool:
         indices = np.asarray(blocks, np.int64).reshape(-1)
         bad = indices[(indices < 0) | (indices >= self.num_blocks)]
         if bad.size:
-            raise InvalidRequest("blocks", f"{bad.tolist()} are not among the pool's {self.num_blocks} blocks")
+            raise InvalidArgument("blocks", f"{bad.tolist()} are not among the pool's {self.num_blocks} blocks")
         return indices

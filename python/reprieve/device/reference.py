@@ -10,7 +10,7 @@ import numpy as np
 from reprieve.device import reference_ops
 from reprieve.device.kv_pool import KvKind, KvPool
 from reprieve.device.step_check import StepLimits, checked_tables, new_block_tables
-from reprieve.errors import DeviceLost, InvalidRequest
+from reprieve.errors import DeviceLost, InvalidArgument
 from reprieve.model.config import rope_frequencies
 from reprieve.model.llama import forward
 from reprieve.step import READ_NOTHING, TOKEN_NOT_READ, Step, StepResult
@@ -120,14 +120,14 @@ class ReferenceDevice:
     """Computes steps with NumPy, at once.
 
     Exact: a token's bits depend on its own sequence alone. It allocates on every step. `weights` may be shared with
-    other devices. Raises `InvalidRequest` for a bad setting, and from `launch` for a step that cannot be computed.
+    other devices. Raises `InvalidArgument` for a bad setting, and from `launch` for a step that cannot be computed.
     """
 
     def __init__(
         self, weights: ReferenceWeights, *, num_blocks: int, block_size: int, num_slots: int, kv: KvKind = "f32"
     ) -> None:
         if num_slots < 1:
-            raise InvalidRequest("num_slots", f"must be at least 1, not {num_slots}")
+            raise InvalidArgument("num_slots", f"must be at least 1, not {num_slots}")
         self._memory: _Memory | None = _Memory(weights, KvPool(weights.config, num_blocks, block_size, kv))
         self._limits = StepLimits(
             num_slots, num_blocks, block_size, weights.config.context_length, weights.config.vocab_size
@@ -143,7 +143,7 @@ class ReferenceDevice:
         return self._open().pool
 
     def launch(self, step: Step) -> ReferenceTicket:
-        """Compute `step`; its table changes count only if it succeeds. Raises `InvalidRequest` and writes nothing."""
+        """Compute `step`; its table changes count only if it succeeds. Raises `InvalidArgument` and writes nothing."""
         memory = self._open()
         tables = checked_tables(step, self._tables, self._limits)
         ops = ReferenceOps(step, tables, memory)
@@ -154,11 +154,11 @@ class ReferenceDevice:
         return ReferenceTicket(step, StepResult(ops.tokens), ops.logits, ops.read_rows)
 
     def gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """See `Device.gather`; raises `InvalidRequest` for a block that is not there."""
+        """See `Device.gather`; raises `InvalidArgument` for a block that is not there."""
         return self.pool.gather_blocks(blocks)
 
     def scatter(self, blocks: Sequence[int], image: NDArray[np.uint8]) -> None:
-        """See `Device.scatter`; raises `InvalidRequest` for a block that is not there or an image of another size."""
+        """See `Device.scatter`; raises `InvalidArgument` for a block that is not there or an image of another size."""
         self.pool.scatter_blocks(blocks, image)
 
     def probe(self) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reprieve.device.row_tiles import Product, blas_product, tile_height, tiled_product
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
+from reprieve.model.layout import layer_shapes
 from reprieve.model.weights import rounded
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class ReferenceWeights:
 
     A linear weight is kept as [inputs, outputs], C-contiguous; the embedding too, so that a tied one is kept once. The
     tile height of each weight shape is probed here. Loads everything: seconds and four bytes per parameter. Raises
-    `InexactProduct`, `InvalidRequest` for a weight whose shape does not fit `config`, and what reading a file raises.
+    `InexactProduct`, `InvalidArgument` for a weight whose shape does not fit `config`, and what reading a file raises.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class ReferenceWeights:
         expected = list(_expected(config, model))
         for tensor, shape in expected:
             if tensor.shape != shape:
-                raise InvalidRequest("weights", f"{tensor.name} is {list(tensor.shape)}, the model needs {list(shape)}")
+                raise InvalidArgument(
+                    "weights", f"{tensor.name} is {list(tensor.shape)}, the model needs {list(shape)}"
+                )
         for tensor, _ in expected:
             if id(tensor) not in self._arrays:
                 self._load(tensor, kind)
@@ -66,30 +69,12 @@ class ReferenceWeights:
 
 def _expected(config: ModelConfig, model: ModelWeights) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
     """Yield each weight with the shape that it must have; the vocabulary's rows may be more than its size."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "attention_norm": (hidden,),
-        "q": (q, hidden),
-        "k": (kv, hidden),
-        "v": (kv, hidden),
-        "o": (hidden, q),
-        "mlp_norm": (hidden,),
-        "gate": (inner, hidden),
-        "up": (inner, hidden),
-        "down": (hidden, inner),
-        "q_bias": (q,),
-        "k_bias": (kv,),
-        "v_bias": (kv,),
-        "o_bias": (hidden,),
-        "q_norm": (config.head_size,),
-        "k_norm": (config.head_size,),
-    }
+    shapes = layer_shapes(config)
     for tensor in (model.embedding, model.output):
-        yield tensor, (max(config.vocab_size, *tensor.shape[:1]), hidden)
-    yield model.final_norm, (hidden,)
+        yield tensor, (max(config.vocab_size, *tensor.shape[:1]), config.hidden_size)
+    yield model.final_norm, (config.hidden_size,)
     if len(model.layers) != config.num_layers:
-        raise InvalidRequest("weights", f"have {len(model.layers)} layers, the model needs {config.num_layers}")
+        raise InvalidArgument("weights", f"have {len(model.layers)} layers, the model needs {config.num_layers}")
     for layer in model.layers:
         for field in fields(layer):
             tensor = getattr(layer, field.name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from reprieve.errors import ReprieveError
+from reprieve.errors import InexactProduct
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,22 +30,6 @@ class Product(Protocol):
 
     def __call__(self, tile: NDArray[np.float32], weight: NDArray[np.float32], out: NDArray[np.float32]) -> None:
         """Write tile [height, inputs] times weight [inputs, outputs] into `out` [height, outputs]."""
-
-
-class InexactProduct(ReprieveError, RuntimeError):
-    """No tile height gives a row the same bits in every place: decoding could not be exact on this machine."""
-
-    def __init__(self, inputs: int, outputs: int, heights: tuple[int, ...]) -> None:
-        super().__init__(inputs, outputs, heights)
-        self.inputs = inputs
-        self.outputs = outputs
-        self.heights = heights
-
-    def __str__(self) -> str:
-        return (
-            f"the matrix product of {self.inputs} inputs by {self.outputs} outputs gives a row other bits in other "
-            f"places of its tile, for every tile height tried ({', '.join(map(str, self.heights))})"
-        )
 
 
 def blas_product(tile: NDArray[np.float32], weight: NDArray[np.float32], out: NDArray[np.float32]) -> None:

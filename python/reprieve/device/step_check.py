@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 from reprieve.step import READ_ARGMAX, READ_NOTHING
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def checked_tables(step: Step, tables: NDArray[np.int32], limits: StepLimits) ->
     """Check `step` and return a new array: the block tables with its changes applied.
 
     A change at index 0 begins the table of a slot's new sequence, so what the slot knew before is forgotten. Raises
-    `InvalidRequest` that names the array and the numbers; nothing is written then.
+    `InvalidArgument` that names the array and the numbers; nothing is written then.
     """
     _check_arrays(step)
     _check_rows(step, limits)
@@ -55,7 +55,7 @@ def checked_tables(step: Step, tables: NDArray[np.int32], limits: StepLimits) ->
     for slot, kv_length in zip(step.slots.tolist(), step.kv_lengths.tolist(), strict=True):
         unknown = np.flatnonzero(changed[slot, : -(-kv_length // limits.block_size)] == NO_BLOCK)
         if unknown.size:
-            raise InvalidRequest(
+            raise InvalidArgument(
                 "step.table_changes",
                 f"slot {slot} needs blocks for {kv_length} positions, its table lacks entries {unknown.tolist()}",
             )
@@ -75,13 +75,13 @@ def _check_arrays(step: Step) -> None:
     _check_array("readback", step.readback, np.uint8, (rows,))
     _check_array("table_changes", step.table_changes, np.int32, (len(step.table_changes), 3))
     if rows == 0:
-        raise InvalidRequest("step", "has no rows")
+        raise InvalidArgument("step", "has no rows")
 
 
 def _check_array(name: str, array: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         layout = "C-contiguous" if array.flags.c_contiguous else "not C-contiguous"
-        raise InvalidRequest(
+        raise InvalidArgument(
             f"step.{name}",
             f"must be C-contiguous {np.dtype(dtype)} {list(shape)}, not {array.dtype} {list(array.shape)}, {layout}",
         )
@@ -91,33 +91,33 @@ def _check_rows(step: Step, limits: StepLimits) -> None:
     """Check what is said per row."""
     _check_range("step.slots", step.slots, 0, limits.num_slots)
     if np.any(np.diff(step.slots) <= 0):
-        raise InvalidRequest("step.slots", f"must ascend, each slot once: {step.slots.tolist()}")
+        raise InvalidArgument("step.slots", f"must ascend, each slot once: {step.slots.tolist()}")
     max_positions = min(limits.num_blocks * limits.block_size, limits.context_length)
     _check_range("step.starts", step.starts, 0, max_positions)
     _check_range("step.num_new", step.num_new, 1, max_positions + 1)
     _check_range("step.kv_lengths", step.kv_lengths, 1, max_positions + 1)
     if np.any(step.kv_lengths != step.starts + step.num_new):
-        raise InvalidRequest(
+        raise InvalidArgument(
             "step.kv_lengths",
             f"must be starts + num_new, {step.starts.tolist()} + {step.num_new.tolist()}: {step.kv_lengths.tolist()}",
         )
     known = (step.readback == READ_NOTHING) | (step.readback == READ_ARGMAX)
     if not np.all(known):
-        raise InvalidRequest("step.readback", f"unknown kinds {step.readback[~known].tolist()}")
+        raise InvalidArgument("step.readback", f"unknown kinds {step.readback[~known].tolist()}")
 
 
 def _check_tokens(step: Step, limits: StepLimits) -> None:
     """Check what is said per token."""
     total = int(step.num_new.sum())
     if total != len(step.token_ids):
-        raise InvalidRequest("step.num_new", f"adds up to {total} tokens, token_ids has {len(step.token_ids)}")
+        raise InvalidArgument("step.num_new", f"adds up to {total} tokens, token_ids has {len(step.token_ids)}")
     _check_range("step.token_ids", step.token_ids, 0, limits.vocab_size)
     firsts = np.cumsum(step.num_new) - step.num_new
     expected = np.arange(total) + np.repeat(step.starts - firsts, step.num_new)
     wrong = np.flatnonzero(step.positions != expected)
     if wrong.size:
         at = wrong[0]
-        raise InvalidRequest(
+        raise InvalidArgument(
             "step.positions",
             f"must count from each row's start: token {at} is at {expected[at]}, not {step.positions[at]}",
         )
@@ -126,4 +126,4 @@ def _check_tokens(step: Step, limits: StepLimits) -> None:
 def _check_range(name: str, values: NDArray[np.int32], lowest: int, end: int) -> None:
     bad = values[(values < lowest) | (values >= end)]
     if bad.size:
-        raise InvalidRequest(name, f"must be from {lowest} to {end - 1}, not {bad[:8].tolist()}")
+        raise InvalidArgument(name, f"must be from {lowest} to {end - 1}, not {bad[:8].tolist()}")

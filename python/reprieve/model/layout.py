@@ -116,14 +116,14 @@ def _layer(shelf: _Shelf, config: ModelConfig, layout: Layout, index: int) -> La
     """Take the weights of one layer from the shelf."""
     required = _EVERY_LAYER | _OF_ARCHITECTURE[config.architecture] | layout.required
     found = {}
-    for field, shape in _shapes(config).items():
+    for field, shape in layer_shapes(config).items():
         name = layout.naming.layers[field].format(index)
         if field in required or (field in layout.optional and name in shelf.tensors):
             found[field] = shelf.take(name, shape)
     return LayerWeights(**found)
 
 
-def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight that a layer can have."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_size

@@ -11,7 +11,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,16 +40,16 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
         """Return the text of `messages`, each with "role" and "content", and where the answer begins after it.
 
-        Raises `InvalidRequest` where the template is faulty or refuses the messages.
+        Raises `InvalidArgument` where the template is faulty or refuses the messages.
         """
         if isinstance(self._template, Exception):
             problem = f"the model's chat template does not compile: {self._template}"
-            raise InvalidRequest("chat", problem) from self._template
+            raise InvalidArgument("chat", problem) from self._template
         values = {"messages": messages, "tools": None, "documents": None, **self._tokens}
         try:
             return self._template.render(values, add_generation_prompt=add_generation_prompt)
         except Exception as failure:  # whatever an expression of the template can raise
-            raise InvalidRequest("chat", f"the model's chat template refuses the messages: {failure}") from failure
+            raise InvalidArgument("chat", f"the model's chat template refuses the messages: {failure}") from failure
 
 
 def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

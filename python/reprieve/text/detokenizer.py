@@ -26,7 +26,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that is complete with it.
 
-        Raises `InvalidRequest` where there is no such id, and has then changed nothing.
+        Raises `InvalidArgument` where there is no such id, and has then changed nothing.
         """
         data = self._tokenizer.token_bytes(token_id)
         if self._at_start and data:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from reprieve.errors import InvalidRequest, ModelFileError, UnsupportedTokenizer
+from reprieve.errors import InvalidArgument, ModelFileError, UnsupportedTokenizer
 from reprieve.text.chat import ChatTemplate
 from reprieve.text.guard import parse_json_object
 from reprieve.text.json_vocab import token_text
@@ -41,11 +41,11 @@ class Text:
         A raw prompt begins with BOS where the tokenizer's own settings say so, and what is spelled like a control
         token in it is text. A template writes its control tokens, BOS included, itself.
 
-        Raises `InvalidRequest` that names `chat` or `prompt`.
+        Raises `InvalidArgument` that names `chat` or `prompt`.
         """
         if chat:
             if self.chat_template is None:
-                raise InvalidRequest("chat", "the model has no chat template")
+                raise InvalidArgument("chat", "the model has no chat template")
             rendered = self.chat_template.render([{"role": "user", "content": prompt}])
             ids = self.tokenizer.encode(rendered, special=True)
         else:
@@ -53,7 +53,7 @@ class Text:
             if self.tokenizer.add_bos and self.tokenizer.bos_id is not None:
                 ids.insert(0, self.tokenizer.bos_id)
         if not ids:
-            raise InvalidRequest("prompt", f"gives no tokens: {prompt!r}")
+            raise InvalidArgument("prompt", f"gives no tokens: {prompt!r}")
         return ids
 
 

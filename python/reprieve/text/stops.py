@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reprieve.errors import InvalidRequest
+from reprieve.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,12 +16,12 @@ class StopStrings:
     The stop text that is complete first wins, and of those complete at one character the longest; how the text is cut
     into chunks plays no part. It is an Aho-Corasick automaton: the cost of all chunks is linear in their length.
 
-    Raises `InvalidRequest` where a stop text is empty.
+    Raises `InvalidArgument` where a stop text is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(stops):
-            raise InvalidRequest("stop", f"must be a sequence of texts that are not empty, not {stops!r}")
+            raise InvalidArgument("stop", f"must be a sequence of texts that are not empty, not {stops!r}")
         self.matched: str | None = None
         """The stop text that was found."""
         # Nodes are the beginnings of stop texts, 0 the empty one. The node of the longest end of the text so far that

@@ -31,7 +31,7 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that can be given out now; "" once stopped.
 
-        Raises `InvalidRequest` where there is no such id, and has then changed nothing.
+        Raises `InvalidArgument` where there is no such id, and has then changed nothing.
         """
         return self._stops.push(self._detokenizer.push(token_id))
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import tokenizers
 
-from reprieve.errors import InvalidRequest, ModelFileError, UnsupportedTokenizer
+from reprieve.errors import InvalidArgument, ModelFileError, UnsupportedTokenizer
 from reprieve.text.gguf_vocab import gguf_vocabulary
 from reprieve.text.guard import library_guard
 from reprieve.text.json_vocab import json_vocabulary
@@ -90,24 +90,24 @@ class Tokenizer:
         Without, it is text like any other, so that a user's text cannot pose as the template's. A character that a
         byte-level vocabulary has no tokens for is left out, as in the tokenizers library.
 
-        Raises `InvalidRequest` where `text` is not valid Unicode, or where the model's own rules fail on it.
+        Raises `InvalidArgument` where `text` is not valid Unicode, or where the model's own rules fail on it.
         """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as failure:
-            raise InvalidRequest("prompt", f"holds half a surrogate pair at character {failure.start}") from failure
+            raise InvalidArgument("prompt", f"holds half a surrogate pair at character {failure.start}") from failure
         backend = self._backend if special else self._plain
-        with library_guard(partial(InvalidRequest, "prompt"), "the model's tokenizer fails on it"):
+        with library_guard(partial(InvalidArgument, "prompt"), "the model's tokenizer fails on it"):
             return list(backend.encode(text, add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token adds to a text: b"" for control tokens and for ids that name no token.
 
-        Raises `InvalidRequest` where there is no such id.
+        Raises `InvalidArgument` where there is no such id.
         """
         token_id = operator.index(token_id)
         if not 0 <= token_id < self.num_ids:
-            raise InvalidRequest("token_id", f"{token_id} is not one of the tokenizer's ids, 0 to {self.num_ids - 1}")
+            raise InvalidArgument("token_id", f"{token_id} is not one of the tokenizer's ids, 0 to {self.num_ids - 1}")
         return self._vocabulary.pieces[token_id]
 
     def decode(self, token_ids: Iterable[int], *, start: bool = False) -> str:
@@ -116,7 +116,7 @@ class Tokenizer:
         `start` says that they begin a text: the space that `encode` put before it is then taken away. An answer goes
         on from its prompt, and keeps it.
 
-        Raises `InvalidRequest` where there is no such id.
+        Raises `InvalidArgument` where there is no such id.
         """
         data = b"".join(map(self.token_bytes, token_ids))
         if start and self.prefix_space:
