@@ -6,9 +6,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := $(shell find rust -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
 CUDA_SOURCES := $(shell find python tests -name '*.cu' -o -name '*.cuh' -o -name '*.h')
-# The reference device's products have 8 rows. A step of SmolLM2 with 8 rows takes 108 ms with one OpenBLAS thread; with
-# two it takes 76 ms on two idle cores and 680 ms on two busy ones, where the threads spin for each other.
-export OPENBLAS_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help

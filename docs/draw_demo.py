@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
-from threadpoolctl import threadpool_limits
 
 from reprieve.cli.demo import demo_plan
 from reprieve.cli.runner import decode
@@ -50,8 +49,7 @@ def main(target: str) -> int:
     with tempfile.TemporaryFile("w+") as nowhere:
         silent = Console(file=nowhere)
         camera = Camera(silent)
-        with threadpool_limits(1, user_api="blas"):
-            report = decode(demo_plan(), silent, camera)
+        report = decode(demo_plan(), silent, camera)
         if camera.best is None:
             raise RuntimeError("nobody ever waited by spill while somebody waited by replay")
         picture = Console(file=nowhere, record=True, width=WIDTH)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
-from threadpoolctl import threadpool_limits
 
 from reprieve import LoadedModel, load
 from reprieve.hub import demo_model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def pytest_configure() -> None:
-    """Hold BLAS to one thread, as the Makefile does, unless the environment says how many."""
-    if "OPENBLAS_NUM_THREADS" not in os.environ:
-        threadpool_limits(1, user_api="blas")
 
 
 @pytest.fixture(scope="session")

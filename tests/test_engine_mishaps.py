@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from engine_kit import Clock, alone, ask, check_as_alone, faulty_engine, small_e
 from recording import check_nothing_left, check_stream, recorded
 from reprieve import Engine, Handle, Request, Token
 from reprieve import engine as engine_module
-from reprieve.errors import DeviceLost, InvalidArgument
+from reprieve.errors import DeviceLost, EngineBusy, InvalidArgument, RequestFailed
 from reprieve.launch import settle
 from reprieve.step import StepResult
 
@@ -207,6 +208,43 @@ def test_a_clock_that_raises_or_goes_back_loses_no_event() -> None:
         assert handle.stats.longest_pause_s == 0
         check_as_alone(handle)
         check_nothing_left(engine)
+
+
+def test_a_second_thread_is_told_so_and_changes_nothing() -> None:
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4)
+    with engine:
+        handle = engine.submit(ask(5, 6))
+        launch, met = device.launch, []
+
+        def launch_and_let_another_try(step: Step) -> ReferenceTicket:
+            def try_all() -> None:
+                for call in (engine.step, lambda: engine.cancel(handle), lambda: engine.submit((1,)), handle.result):
+                    with pytest.raises(EngineBusy, match="one thread at a time"):
+                        call()
+                    met.append(call)
+
+            other = threading.Thread(target=try_all)
+            other.start()
+            other.join()
+            return launch(step)
+
+        device.launch = launch_and_let_another_try  # type: ignore[method-assign]
+        engine.step()
+        assert len(met) == 4
+        device.launch = launch  # type: ignore[method-assign]
+        engine.run()
+        check_as_alone(handle)
+        check_nothing_left(engine)
+
+
+def test_a_device_that_forgets_its_ticket_is_named_in_the_failure() -> None:
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4)
+    with engine:
+        handle = engine.submit(ask(5, 6))
+        device.launch = lambda _: None  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(RequestFailed, match="step_failed"):
+            handle.result()
+        assert "launch returned None, not a ticket" in str(handle.cause)
 
 
 def test_a_clock_that_is_none_is_refused_at_once() -> None:

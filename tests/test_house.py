@@ -30,9 +30,10 @@ ARROWS: dict[str, set[str]] = {
     "journal": {"request", "stats"},
     "deadlines": set(),
     "delivery": {"step"},
+    "exclusive": {"errors"},
     "engine": {
-        "_native", "config", "deadlines", "delivery", "errors", "handle", "image_store", "journal", "latch",
-        "launch", "loading", "park", "request", "stats", "step", "text",
+        "_native", "config", "deadlines", "delivery", "errors", "exclusive", "handle", "image_store", "journal",
+        "latch", "launch", "loading", "park", "request", "stats", "step", "text",
     },
     "cli": {"config", "engine", "errors", "hub", "loading", "request", "__version__"},
     "__main__": {"cli"},

@@ -35,7 +35,7 @@ class Ledger:
         self,
         prompt: Iterable[int],
         *,
-        max_new_tokens: int = ...,
+        max_new_tokens: int | None = None,
         priority: int = 0,
         stop_token_ids: Iterable[int] | None = None,
         replayable: bool = True,

@@ -20,6 +20,7 @@ from reprieve.errors import (
     StepAborted,
     UnknownRequest,
 )
+from reprieve.exclusive import Exclusive, exclusive
 from reprieve.handle import Handle
 from reprieve.image_store import HostStore
 from reprieve.journal import Journal, Live
@@ -51,7 +52,7 @@ _UNBOUNDED: Final = 2**63 - 1
 """A budget that the context always ends before."""
 
 
-class Engine:
+class Engine(Exclusive):
     """Decodes requests through KV exhaustion.
 
     `model` is whatever `load` takes (with `device` and `weights`), or a model that it loaded, which several engines may
@@ -59,8 +60,8 @@ class Engine:
     seconds that never go back; `on_device_lost` is called once, when everybody has ended, if the device fails for good.
     The attributes `config`, `model` and `kv` say what it was made with.
 
-    Calls come from one thread. A context manager: leaving it closes the engine. Raises `InvalidArgument` for a bad
-    setting, and what `load` raises.
+    Calls come from one thread at a time: a second one gets `EngineBusy`. A context manager: leaving it closes the
+    engine. Raises `InvalidArgument` for a bad setting, and what `load` raises.
     """
 
     def __init__(  # noqa: PLR0913  keywords, each with a default
@@ -75,6 +76,7 @@ class Engine:
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> None:
+        super().__init__()
         self.config = EngineConfig.of(config, settings)
         if kv not in KV_TYPES:
             raise InvalidArgument("kv", f"must be one of {', '.join(KV_TYPES)}, not {kv!r}")
@@ -109,7 +111,8 @@ class Engine:
 
     # Requests.
 
-    def submit(self, request: Request | str | Sequence[int], **fields: Any) -> Handle:
+    @exclusive
+    def submit(self, /, request: Request | str | Sequence[int], **fields: Any) -> Handle:
         """Queue a request, or a prompt with the other `fields` of a `Request`; return its stream.
 
         Raises, before anything changed: `InvalidArgument` that names the field (`NeverFits` for a prompt that the whole
@@ -144,6 +147,7 @@ class Engine:
             self._deadlines.add(deadline, seq, len(self._journal))
         return handle
 
+    @exclusive
     def cancel(self, request: Handle | str) -> None:
         """End a request with `cancelled`, whatever it is doing. `UnknownRequest` if no such request is live.
 
@@ -154,6 +158,7 @@ class Engine:
             return
         self._end(self._live(request), "cancelled")
 
+    @exclusive
     def park(self, request: Handle | str, by: ParkBy | None = None) -> ParkBy | None:
         """Park a resident request by hand; return how, or None (and no change) if it is queued or parked already.
 
@@ -173,6 +178,7 @@ class Engine:
             self._latch.trip(lost)
             raise
 
+    @exclusive
     def resume(self, request: Handle | str) -> bool:
         """Move a parked or queued request to the front of its priority; it comes in when it fits.
 
@@ -183,6 +189,7 @@ class Engine:
 
     # Steps.
 
+    @exclusive
     def step(self) -> Progress:
         """Let in who fits, launch one step, settle it and deliver its tokens.
 
@@ -219,6 +226,7 @@ class Engine:
         while len(self._journal):
             self.step()
 
+    @exclusive
     def snapshot(self) -> EngineSnapshot:
         """Return who sits where and who waits."""
         slots: list[SlotView | None] = [None] * self.config.max_slots
@@ -242,6 +250,7 @@ class Engine:
 
     # The end.
 
+    @exclusive
     def close(self) -> None:
         """End every live request with `cancelled` and give the device's memory back. Idempotent."""
         if self._is_closed:

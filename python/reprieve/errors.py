@@ -94,6 +94,13 @@ class CannotPark(ReprieveError):
         return f"{who} cannot be parked: {self.reason}"
 
 
+class EngineBusy(ReprieveError, RuntimeError):
+    """Another thread is inside the engine; it is used from one thread at a time. Nothing has changed."""
+
+    def __str__(self) -> str:
+        return "another thread is using the engine; call it from one thread at a time"
+
+
 class EngineClosed(ReprieveError, RuntimeError):
     """The engine was closed; it takes no more work."""
 
@@ -158,6 +165,8 @@ class RequestFailed(ReprieveError):
 
     def __str__(self) -> str:
         again = "trying again makes sense" if self.retryable else "trying again makes no sense"
+        if self.code == "capacity":
+            again += ", but where the KV pool is larger or less is asked for"
         return f"request {self.request_id!r} failed with {self.code}; {again}"
 
 

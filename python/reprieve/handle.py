@@ -18,8 +18,9 @@ class Handle:
     """The stream of one request.
 
     Iterating gives its events and steps the engine while there are none; the last one is `Done` or `Failed`.
-    `prompt_tokens` are the ids of its prompt, `tokens` those generated so far (a stop id included), `text` the text
-    given out so far, `stats` what happened to it, `finish_reason` and `cause` how it ended.
+    `id` names it, `request` is what was submitted, `prompt_tokens` are the ids of its prompt, `tokens` those generated
+    so far (a stop id included), `text` the text given out so far, `stats` what happened to it, `finish_reason` and
+    `cause` how it ended.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class Handle:
     def is_retryable(self) -> bool:
         """Whether it has ended in a way in which trying again makes sense."""
         return self.finish_reason is not None and RETRYABLE[self.finish_reason]
+
+    def __repr__(self) -> str:
+        """Return the request's id, where it is, and how many tokens it has."""
+        state = self.finish_reason or ("paused" if self._is_paused else "live")
+        return f"<Handle {self.id!r}: {state}, {len(self.tokens)} tokens>"
 
     def __iter__(self) -> Handle:
         """Return itself."""

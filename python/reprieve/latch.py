@@ -24,15 +24,16 @@ def classified(device: Device, error: Exception) -> StepFailed | DeviceLost:
     """
     if isinstance(error, StepFailed | DeviceLost):
         return error
+    shown = f"{type(error).__name__}: {error}"
     verdict: StepFailed | DeviceLost
     try:
         device.probe()
     except DeviceLost as lost:
         verdict = lost
     except Exception:  # noqa: BLE001 whatever a probe raises, it did not answer
-        verdict = DeviceLost("the device raised an exception, and then its probe did")
+        verdict = DeviceLost(f"the device raised {shown}, and then its probe failed")
     else:
-        verdict = StepFailed("the device raised an exception, and still answers its probe")
+        verdict = StepFailed(f"the device raised {shown}, and still answers its probe")
     verdict.__cause__ = error
     return verdict
 

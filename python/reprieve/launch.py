@@ -43,7 +43,7 @@ def launch_with_preemption(books: Books, device: Device, parker: Parker, buffers
             continue
         step = _filled(books, buffers)
         try:
-            return device.launch(step)
+            return _ticket(device.launch(step))
         except Exception as error:
             seqs = _handed_back(books, step)
             if not (isinstance(error, RowFailed) and error.row in range(len(seqs))):
@@ -90,6 +90,13 @@ def end_rows(parker: Parker, failure: StepAborted) -> None:
     """
     for seq in failure.seqs:
         parker.end(seq, "step_failed", failure.__cause__ or failure)
+
+
+def _ticket(launched: Ticket | None) -> Ticket:
+    """Return what a device launched; None, from a `launch` that forgot its `return`, would be taken for no rows."""
+    if launched is None:
+        raise TypeError("launch returned None, not a ticket")
+    return launched
 
 
 def _filled(books: Books, buffers: StepBuffers) -> Step:

@@ -107,7 +107,9 @@ class Parker:
                 return "spill"
             if not replayable:
                 raise CannotPark(seq, f"it is not replayable, and cannot be spilled: {refusal!r}") from refusal
-            _LOG.debug("sequence %d cannot be spilled, it will be replayed: %r", seq, refusal)
+            # A full store is the plan; a copy that fails is not.
+            level = logging.DEBUG if isinstance(refusal, HostStoreFull) else logging.WARNING
+            _LOG.log(level, "sequence %d cannot be spilled, it will be replayed: %s", seq, refusal)
         self._give_away(seq, "replay", reason)
         return "replay"
 

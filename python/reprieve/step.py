@@ -1,6 +1,6 @@
 """What a step is: its buffers, its ticket and its result, and the two protocols between which it moves.
 
-`launch`, `park` and `lane` see only what is in this file, so they can be tested with scripted books and devices.
+`launch` and `park` see only what is in this file, so they can be tested with scripted books and devices.
 """
 
 from __future__ import annotations

@@ -73,19 +73,19 @@ impl PyLedger {
         Ok(Self { ledger: Mutex::new(ledger), arrays: Mutex::default() })
     }
 
-    #[pyo3(signature = (prompt, *, max_new_tokens = Whole(u64::MAX), priority = Whole(0), stop_token_ids = None,
+    #[pyo3(signature = (prompt, *, max_new_tokens = None, priority = Whole(0), stop_token_ids = None,
         replayable = true, constrained = false),
-        text_signature = "($self, prompt, *, max_new_tokens=..., priority=0, stop_token_ids=None, replayable=True, \
+        text_signature = "($self, prompt, *, max_new_tokens=None, priority=0, stop_token_ids=None, replayable=True, \
         constrained=False)")]
     /// Queue a sequence and return its number.
     ///
-    /// `prompt` and `stop_token_ids` are token ids, `max_new_tokens` the budget, a higher `priority` is more urgent.
+    /// `prompt` and `stop_token_ids` are token ids, `max_new_tokens` the budget (None: up to the context), a higher `priority` is more urgent.
     /// `replayable` says that the token ids alone rebuild its KV, `constrained` that its next token is bound by a mask.
     /// Raises `InvalidArgument` that names the argument, and `NeverFits`.
     fn submit(
         &self,
         prompt: &Bound<'_, PyAny>,
-        max_new_tokens: Whole<u64>,
+        max_new_tokens: Option<Whole<u64>>,
         priority: Whole<i32>,
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         replayable: bool,
@@ -93,7 +93,8 @@ impl PyLedger {
     ) -> PyResult<u64> {
         let prompt = token_ids(prompt, "prompt")?;
         let stop_token_ids = stop_token_ids.map_or_else(|| Ok(Vec::new()), |ids| token_ids(ids, "stop_token_ids"))?;
-        let (max_new_tokens, priority) = (max_new_tokens.0, priority.0);
+        let max_new_tokens = max_new_tokens.map_or(u64::MAX, |budget| budget.0);
+        let priority = priority.0;
         let new = NewSequence { prompt, max_new_tokens, priority, stop_token_ids, replayable, constrained };
         Ok(self.lock().submit(&new)?.0)
     }

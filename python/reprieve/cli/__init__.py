@@ -7,7 +7,6 @@ from io import TextIOWrapper
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
-from threadpoolctl import threadpool_limits
 
 from reprieve.cli.arguments import parse
 from reprieve.cli.runner import run
@@ -34,11 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that knows no Unicode shows "?", and does not fail
     try:
         plan = parse(sys.argv[1:] if arguments is None else arguments)
-        # The reference device's products have 8 rows: too few to be shared among threads that wait for each other.
-        with threadpool_limits(1, user_api="blas"):
-            return run(plan, Console(stderr=plan.json_path == "-"))
+        return run(plan, Console(stderr=plan.json_path == "-"))
     except ReprieveError as error:
         return _refuse(str(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        return _refuse(f"cannot write the output: {error}")
     except MemoryError as error:
         return _refuse(f"not enough memory: {error}")
     except KeyboardInterrupt:

@@ -89,7 +89,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='lines of {"id", "prompt": text or [token ids], "chat": true|false, "max_new_tokens"}',
+        help='lines of {"id", "prompt": text or [token ids], "chat": true|false (false), "max_new_tokens"}',
     )
     parser.add_argument(
         "--max-new", type=_integer(1, _MOST), default=128, metavar="N", help="most tokens of an answer (128)"

@@ -175,8 +175,8 @@ def _describe(engine: Engine, requests: Sequence[Request]) -> str:
     model, config = engine.model, engine.config
     most = sum(most_blocks(model, config, request) for request in requests)
     return (
-        f"{printable(model.name)} on the {model.device} device. {len(requests)} requests share a KV pool of "
-        f"{config.kv_blocks} blocks of {config.block_size} positions; at full length they need {most}."
+        f"{printable(model.name)} on the {model.device} device. Requests: {len(requests)}. They share a KV pool of "
+        f"{config.kv_blocks} blocks of {config.block_size} positions; with their budgets used up they need {most}."
     )
 
 

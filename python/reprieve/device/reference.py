@@ -148,7 +148,7 @@ class ReferenceDevice:
         tables = checked_tables(step, self._tables, self._limits)
         ops = ReferenceOps(step, tables, memory)
         # Overflow and NaN are values like others here: they end one row, when its token is chosen.
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), memory.weights.one_blas_thread():
             forward(ops, memory.weights.config, memory.weights.model)
         self._tables = tables
         return ReferenceTicket(step, StepResult(ops.tokens), ops.logits, ops.read_rows)
