@@ -1,4 +1,4 @@
-"""Exactness under other kernels of OpenBLAS and NumPy, each in a process of its own, with one thread and with two."""
+"""Exactness under other kernels of OpenBLAS and NumPy, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from test_exactness import CASES, WIDE
+from test_exactness import CASES
 
 if TYPE_CHECKING:
     import pytest
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 KERNELS = {"Haswell": {"AVX2", "FMA3"}, "SkylakeX": {"AVX512F", "AVX512VL"}, "Zen": {"AVX2", "FMA3"}}
 SHOW_CORE = "import sys; sys.path.insert(0, sys.argv[1]); import test_blas_kernels as t; print(t.openblas_core())"
-OPS = ("test_exactness.py", "test_reference_ops.py")
-# (threads, files, -k, fewest tests): OpenBLAS shares none but the wide model's products among threads.
-RUNS = (("1", (*OPS, "test_differential.py"), "", 4 * len(CASES) + 30), ("2", OPS, f"hidden{WIDE}", 5))
+FILES = ("test_exactness.py", "test_reference_ops.py", "test_differential.py")
+FEWEST_TESTS = 4 * len(CASES) + 60
 
 
 def openblas_core() -> str | None:
@@ -48,13 +47,11 @@ def run_child(environment: dict[str, str], *arguments: str) -> str:
 
 def run_under(environment: dict[str, str]) -> None:
     """Run the exactness and the differential tests in an environment."""
-    for threads, files, chosen, fewest in RUNS:
-        options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", "-k", chosen)
-        paths = [str(HERE / file) for file in files]
-        printed = run_child(environment | {"OPENBLAS_NUM_THREADS": threads}, *options, *paths)
-        passed = re.search(r"(\d+) passed", printed)
-        assert passed is not None, printed
-        assert int(passed[1]) >= fewest, printed
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full")
+    printed = run_child(environment, *options, *(str(HERE / file) for file in FILES))
+    passed = re.search(r"(\d+) passed", printed)
+    assert passed is not None, printed
+    assert int(passed[1]) >= FEWEST_TESTS, printed
 
 
 def test_exactness_holds_under_every_kernel_that_this_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 from reprieve.device import reference_ops
 from reprieve.device.kv_pool import KvKind, KvPool
@@ -95,6 +96,14 @@ def test_tiled_product_is_the_plain_product_for_any_number_of_rows() -> None:
         got = tiled_product(x, weight, 8)
         assert got.shape == (rows, 17)
         assert np.allclose(got, x.astype(np.float64) @ weight.astype(np.float64), atol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 192), (576, 1536), (1536, 576), (576, 8192)])
+def test_wide_products_are_exact_in_tiles_with_any_number_of_threads(inputs: int, outputs: int, threads: int) -> None:
+    """The device holds BLAS to one thread; these are wide enough that OpenBLAS would share them among more."""
+    with threadpool_limits(threads, user_api="blas"):
+        assert tile_height(normal(inputs, outputs)) == 8
 
 
 def test_the_last_tile_is_filled_up_with_rows_of_zeros() -> None:
