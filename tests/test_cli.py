@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -279,7 +280,7 @@ def test_an_interrupt_is_status_130_and_gives_the_terminal_back(
     is_terminal: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = StringIO()
-    monkeypatch.setattr("reprieve.cli.Console", lambda **_: Console(file=screen, force_terminal=is_terminal))
+    monkeypatch.setattr("reprieve.cli._Console", lambda **_: Console(file=screen, force_terminal=is_terminal))
     steps = Engine.step
     closed: list[Engine] = []
     close = Engine.close
@@ -360,3 +361,27 @@ def test_the_picture_says_who_sits_where_and_who_waits_how() -> None:
 
 def test_what_a_model_writes_does_not_steer_the_terminal() -> None:
     assert printable("a\x1b[31mb\r\n\tc\x9b2J\x7f") == "a\ufffd[31mb\ufffd\n\tc\ufffd2J\ufffd"
+
+
+def test_an_answer_cut_short_by_capacity_is_compared_as_far_as_it_goes(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = prompts_file(tmp_path, {"id": "big", "prompt": [1] * 12, "max_new_tokens": 50}), tmp_path / "out.json"
+    options = ("--kv-blocks", 2, "--check-alone", "--ignore-eos", "--json", out)
+    assert generate(folder, "--prompts", path, *options) == 1
+    (request,) = json.loads(out.read_text("utf-8"))["requests"]
+    assert (request["finish_reason"], request["same_as_alone"]) == ("capacity", True)
+    said = capsys.readouterr().out
+    assert "1 of 1 failed: big (capacity)" in said
+    assert "differ" not in said
+
+
+@pytest.mark.parametrize("extra", [[], ["--json", "-"]])
+def test_nobody_reading_the_output_is_a_status_of_its_own(extra: list[str], folder: Path, tmp_path: Path) -> None:
+    path = prompts_file(tmp_path, {"prompt": [2]})
+    command = [sys.executable, "-m", "reprieve", "generate", str(folder), "--prompts", str(path), "--max-new", "2"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        run = subprocess.run([*command, *extra], stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (run.returncode, "Traceback" in run.stderr) == (141, False), run.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from dataclasses import replace
@@ -206,6 +207,52 @@ def test_a_clock_that_raises_or_goes_back_loses_no_event() -> None:
         clock.now = 3.0
         engine.run()
         assert handle.stats.longest_pause_s == 0
+        check_as_alone(handle)
+        check_nothing_left(engine)
+
+
+def test_ctrl_c_is_taken_at_the_end_of_the_call() -> None:
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4, max_slots=4)
+    with engine:
+        handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
+        launch, finished = device.launch, []
+
+        def launch_with_a_signal(step: Step) -> ReferenceTicket:
+            signal.raise_signal(signal.SIGINT)
+            ticket = launch(step)
+            finished.append(step.num_rows)
+            return ticket
+
+        device.launch = launch_with_a_signal  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert finished == [3]
+        assert [len(handle.tokens) for handle in handles] == [1, 1, 1]
+        device.launch = launch  # type: ignore[method-assign]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        engine.run()
+        check_as_alone(*handles)
+        check_nothing_left(engine)
+
+
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4)
+    with engine:
+        handle = engine.submit(ask(5, 6))
+        launch, finished = device.launch, []
+
+        def launch_with_two_signals(step: Step) -> ReferenceTicket:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            finished.append(step)
+            return launch(step)
+
+        device.launch = launch_with_two_signals  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert not finished
+        device.launch = launch  # type: ignore[method-assign]
+        engine.run()
         check_as_alone(handle)
         check_nothing_left(engine)
 

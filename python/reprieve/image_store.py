@@ -126,7 +126,11 @@ class HostStore:
 
     def unbook(self, seq: int) -> None:
         """Give back a booking that came to nothing. No-op without one; an image that is held is not touched."""
-        self._used -= self._booked.pop(seq, 0)
+        num_bytes = self._booked.get(seq)
+        if num_bytes is not None:
+            # No call in between: an interrupt finds both done, or neither.
+            del self._booked[seq]
+            self._used -= num_bytes
 
     def put(self, seq: int, header: ImageHeader, payload: NDArray[np.uint8]) -> None:
         """Keep `payload` [header.num_bytes] u8 as the image of `seq`, for which that many bytes are booked.
@@ -167,9 +171,12 @@ class HostStore:
 
     def drop(self, seq: int) -> None:
         """Forget the image of `seq` and give its bytes back. No-op without one; a booking is not touched."""
-        image = self._images.pop(seq, None)
+        image = self._images.get(seq)
         if image is not None:
-            self._used -= image.num_bytes
+            num_bytes = image.num_bytes
+            # No call in between: an interrupt finds both done, or neither.
+            del self._images[seq]
+            self._used -= num_bytes
 
     def check(self) -> None:
         """Raise `RuntimeError` if the accounts do not add up: a bug."""

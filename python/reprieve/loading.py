@@ -72,11 +72,14 @@ class LoadedModel:
             raise InvalidArgument("kv_blocks", problem) from error
 
 
-def load(model: str | Path, *, device: str = "auto", weights: Rounding = "file") -> LoadedModel:
+def load(
+    model: str | Path, *, device: str = "auto", weights: Rounding = "file", name: str | None = None
+) -> LoadedModel:
     """Load a model: a folder with safetensors, a GGUF file, "demo", or the name of a model on the Hugging Face hub.
 
     `device` is "auto" (the best there is, today the reference) or "reference"; `weights` "file" keeps the values of
-    the file, "f32", "bf16" and "f16" round them. Takes seconds and, on the reference device, four bytes per weight.
+    the file, "f32", "bf16" and "f16" round them. `name` is what to call it. Takes seconds and, on the reference device,
+    four bytes per weight.
 
     Raises `InvalidArgument` for an unknown setting, `ModelFileError` for a file that is damaged or not supported, and
     `InexactProduct` where this machine's BLAS cannot decode exactly.
@@ -88,8 +91,9 @@ def load(model: str | Path, *, device: str = "auto", weights: Rounding = "file")
     path = resolve_model(model)
     opened = load_model(path)
     text = load_text(path, opened.metadata)
-    # A hub snapshot lies in a folder that is named after a commit.
-    name = opened.name if path == Path(model) else str(model)
+    if name is None:
+        # A hub snapshot lies in a folder that is named after a commit.
+        name = opened.name if path.is_file() or path == Path(model) else str(model)
     return from_weights(name, opened.config, opened.weights, text, weights=weights)
 
 

@@ -138,9 +138,10 @@ class Parker:
 
     def end(self, seq: int, code: FinishReason, cause: BaseException | None = None, *, reuse: bool = False) -> bool:
         """Release a sequence in any state, image included, and say so; False if it had ended before."""
-        if not self._books.release(seq, reuse=reuse):
-            return False
+        was_live = self._books.release(seq, reuse=reuse)
         self._store.drop(seq)
+        if not was_live:
+            return False
         _LOG.info("sequence %d ended with %s: %r", seq, code, cause)
         self._listener.ended(seq, code, cause)
         return True
@@ -228,10 +229,14 @@ class Parker:
         header = self._header(seq, blocks)
         # A resident has none; one that an interrupt left behind would be taken for it.
         self._store.drop(seq)
+        self._store.unbook(seq)
         try:
             self._store.book(seq, header.num_bytes)
         except HostStoreFull as full:
             return full
+        except BaseException:
+            self._store.unbook(seq)
+            raise
         try:
             self._store.put(seq, header, self._device.gather(blocks))  # syncs
         except Exception as error:  # noqa: BLE001 any, to be classified

@@ -19,6 +19,7 @@ from reprieve.engine import Engine
 from reprieve.errors import InvalidArgument
 from reprieve.hub import resolve_model
 from reprieve.loading import LoadedModel, load
+from reprieve.request import DONE_REASONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,7 +117,9 @@ def _load(plan: Plan, console: Console) -> LoadedModel:
     # Outside of the spinner: fetching shows a progress bar of its own.
     path = resolve_model(plan.model)
     with console.status(f"Loading {path.name}"):
-        return load(path, device=plan.device, weights=plan.weights)
+        # A hub snapshot lies in a folder that is named after a commit.
+        name = plan.model if path.is_dir() and path != Path(plan.model) else None
+        return load(path, device=plan.device, weights=plan.weights, name=name)
 
 
 def _with_ids(model: LoadedModel, prompt: Prompt, *, ignore_eos: bool) -> Request:
@@ -198,8 +201,11 @@ def _check_alone(
             progress.update(task, description=what)
             if not console.is_terminal:
                 console.print(Text(what), soft_wrap=True)
-            alone = run_alone(setup, request, lambda tokens: progress.advance(task, tokens))
-            same.append(alone == (handle.tokens, handle.finish_reason))
+            tokens, reason = run_alone(setup, request, lambda tokens: progress.advance(task, tokens))
+            if handle.finish_reason not in DONE_REASONS:
+                # It was cut short, which is reported as such; what it gave until then is compared.
+                tokens, reason = tokens[: len(handle.tokens)], handle.finish_reason
+            same.append((tokens, reason) == (handle.tokens, handle.finish_reason))
     return same
 
 
