@@ -43,8 +43,8 @@ impl Room {
     /// The one rule of what fits: all blocks of the prompt or history, the growth of this step's decode rows, and
     /// head-room for every resident. Alone, the blocks are enough.
     ///
-    /// Who comes back has to have room for its next token too, and keeps it while it replays: with no head-room it would
-    /// otherwise replay its whole history, need one block, and give way again, over and over.
+    /// Who comes back has to have room for its next token too, and keeps it while it replays: with no head-room it
+    /// would otherwise replay its whole history, need one block, and give way again, over and over.
     fn fits(&self, newcomer: &Sequence) -> bool {
         let own = u64::from(blocks_for(newcomer.target(), self.block_size));
         let free = u64::from(self.blocks);

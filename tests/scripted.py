@@ -114,12 +114,12 @@ class ScriptedBooks:
     def __init__(
         self,
         calls: list[Call],
-        num_blocks: int = 16,
-        block_size: int = 4,
-        max_slots: int = 8,
-        step_tokens: int = 64,
-        head_room: int = 0,
-        immunity: int = 0,
+        num_blocks: int,
+        block_size: int,
+        max_slots: int,
+        step_tokens: int,
+        head_room: int,
+        immunity: int,
     ) -> None:
         self.calls = calls
         self.block_size, self.max_slots, self.step_tokens = block_size, max_slots, step_tokens

@@ -17,7 +17,7 @@ from huggingface_hub.utils._paths import filter_repo_objects  # what its downloa
 
 from reprieve import hub
 from reprieve.errors import InvalidArgument, ModelFileError
-from reprieve.hub import DEMO, PackagedFile, packaged_file, pip_download, resolve_model, user_cache
+from reprieve.hub import DEMO, PackagedFile, hub_name, packaged_file, pip_download, resolve_model, user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -312,3 +312,12 @@ def test_the_demo_file_in_the_cache_is_the_one_that_is_meant(smollm2_path: Path)
     assert smollm2_path.stat().st_size == DEMO.size
     with smollm2_path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == DEMO.sha256
+
+
+def test_a_snapshot_is_called_by_its_hub_name_and_others_by_their_own(tmp_path: Path) -> None:
+    snapshot = tmp_path / "0123456789abcdef"
+    snapshot.mkdir()
+    assert hub_name("owner/name", snapshot) == "owner/name"
+    assert hub_name(str(snapshot), snapshot) is None
+    assert hub_name(snapshot, snapshot) is None
+    assert hub_name("demo", tmp_path / "demo.gguf") is None

@@ -98,6 +98,11 @@ def resolve_model(model: str | Path) -> Path:
     return _hub_snapshot(name)
 
 
+def hub_name(model: str | Path, path: Path) -> str | None:
+    """Return the hub name of the snapshot at `path`, whose folder is named after a commit; None for other models."""
+    return str(model) if path.is_dir() and path != Path(model) else None
+
+
 def demo_model() -> Path:
     """Return the demo's model file, fetched into the user's cache the first time, with a progress bar on stderr.
 

@@ -82,7 +82,9 @@ class Journal:
 
     def chunk(self, live: Live, start: int, num_new: int) -> None:
         """Record that a chunk of `num_new` positions from `start` was committed."""
-        again = max(min(start + num_new, live.positions_lost) - start, 0)
+        again = min(start + num_new, live.positions_lost) - start
+        if again <= 0:
+            return
         for stats in (live.handle.stats, self.stats):
             stats.tokens_replayed += again
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import TILE_HEIGHTS
 from reprieve.errors import InvalidArgument
-from reprieve.hub import resolve_model
+from reprieve.hub import hub_name, resolve_model
 from reprieve.model import load_model
 from reprieve.text import load_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from reprieve.config import EngineConfig
     from reprieve.device.kv_pool import KvKind
@@ -91,10 +91,9 @@ def load(
     path = resolve_model(model)
     opened = load_model(path)
     text = load_text(path, opened.metadata)
-    if name is None:
-        # A hub snapshot lies in a folder that is named after a commit.
-        name = opened.name if path.is_file() or path == Path(model) else str(model)
-    return from_weights(name, opened.config, opened.weights, text, weights=weights)
+    return from_weights(
+        name or hub_name(model, path) or opened.name, opened.config, opened.weights, text, weights=weights
+    )
 
 
 def from_weights(

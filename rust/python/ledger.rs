@@ -79,7 +79,8 @@ impl PyLedger {
         constrained=False)")]
     /// Queue a sequence and return its number.
     ///
-    /// `prompt` and `stop_token_ids` are token ids, `max_new_tokens` the budget (None: up to the context), a higher `priority` is more urgent.
+    /// `prompt` and `stop_token_ids` are token ids, `max_new_tokens` the budget (None: up to the context); a higher
+    /// `priority` is more urgent.
     /// `replayable` says that the token ids alone rebuild its KV, `constrained` that its next token is bound by a mask.
     /// Raises `InvalidArgument` that names the argument, and `NeverFits`.
     fn submit(

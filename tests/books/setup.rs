@@ -60,7 +60,8 @@ pub(crate) fn decode(ledger: &mut Ledger) -> usize {
     rows
 }
 
-/// Eight times as many cases as `PROPTEST_CASES` says, as they are small; a failing one is printed, and written nowhere.
+/// Eight times as many cases as `PROPTEST_CASES` says, as they are small; a failing one is printed, and written
+/// nowhere.
 pub(crate) fn cases() -> ProptestConfig {
     let default = ProptestConfig::default();
     ProptestConfig { cases: 8 * default.cases, failure_persistence: None, ..default }

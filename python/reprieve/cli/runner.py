@@ -17,7 +17,7 @@ from reprieve.cli.view import LineView, LiveView, printable
 from reprieve.config import EngineConfig
 from reprieve.engine import Engine
 from reprieve.errors import InvalidArgument
-from reprieve.hub import resolve_model
+from reprieve.hub import hub_name, resolve_model
 from reprieve.loading import LoadedModel, load
 from reprieve.request import DONE_REASONS
 
@@ -117,9 +117,7 @@ def _load(plan: Plan, console: Console) -> LoadedModel:
     # Outside of the spinner: fetching shows a progress bar of its own.
     path = resolve_model(plan.model)
     with console.status(f"Loading {path.name}"):
-        # A hub snapshot lies in a folder that is named after a commit.
-        name = plan.model if path.is_dir() and path != Path(plan.model) else None
-        return load(path, device=plan.device, weights=plan.weights, name=name)
+        return load(path, device=plan.device, weights=plan.weights, name=hub_name(plan.model, path))
 
 
 def _with_ids(model: LoadedModel, prompt: Prompt, *, ignore_eos: bool) -> Request:
