@@ -3,6 +3,7 @@
 //! No I/O, no clock, no randomness and, without the feature `python`, no Python.
 
 pub mod blocks;
+pub mod cpu;
 pub mod error;
 pub mod ids;
 pub mod ledger;

@@ -21,5 +21,11 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> LoadedModel:
-    """SmolLM2-135M-Instruct on the reference device, with the values of the file; loaded once."""
-    return load(smollm2_path)
+    """SmolLM2-135M-Instruct on the CPU device, with the weights of the file, in Q4_1; loaded once."""
+    return load(smollm2_path, device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> LoadedModel:
+    """The same on the reference device, in float32."""
+    return load(smollm2_path, device="reference")

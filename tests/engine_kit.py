@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from device_kinds import CPU
 from recording import Answer, check_stream, recorded, solo_run
 from reprieve import Engine, Handle, LoadedModel, Request
 from reprieve.errors import DeviceLost
@@ -15,23 +16,31 @@ from reprieve.loading import from_weights
 from tiny_models import tiny_config, tiny_weights
 
 if TYPE_CHECKING:
+    from device_kinds import DeviceKind, LogitTicket
     from recording import RecordingDevice
-    from reprieve.device.reference import ReferenceTicket
     from reprieve.model.config import Architecture
     from reprieve.step import Step
 
 VOCAB = 61
-BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4
-"""One block of `tiny_model()`: layers, keys and values, positions, KV heads, head size, float32."""
+
+
+def position_bytes(model: LoadedModel) -> int:
+    """Return the bytes of a position in the KV pool that an engine on `model` has where nothing is said."""
+    config = model.config
+    return config.num_layers * 2 * config.num_kv_heads * config.head_size * (4 if model.kv == "f32" else 2)
 
 
 @functools.cache
 def tiny_model(
-    architecture: Architecture = "llama", heads: tuple[int, int, int] = (4, 2, 16), context_length: int = 2048
+    architecture: Architecture = "llama",
+    heads: tuple[int, int, int] = (4, 2, 16),
+    context_length: int = 2048,
+    kind: DeviceKind = CPU,
 ) -> LoadedModel:
     """Return a random model of two layers, loaded once."""
     config = replace(tiny_config(heads, architecture), eos_ids=(7, 11), context_length=context_length)
-    return from_weights("tiny", config, tiny_weights(config, seed=3))
+    weights = tiny_weights(config, seed=3)
+    return from_weights("tiny", config, weights, device=kind.name, threads=kind.threads)
 
 
 @functools.cache
@@ -76,7 +85,7 @@ def faulty_engine(**settings: object) -> tuple[Engine, Faults, RecordingDevice]:
     faults, device = Faults(), devices[0]
     launch, gather = device.launch, device.gather
 
-    def faulty_launch(step: Step) -> ReferenceTicket:
+    def faulty_launch(step: Step) -> LogitTicket:
         error, faults.launch = faults.launch, None
         if error is not None:
             raise error

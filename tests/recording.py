@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from reprieve import Done, Engine, Failed, LoadedModel, Paused, Request, Resumed, Token
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from device_kinds import LogitDevice, LogitTicket
     from reprieve.device.kv_pool import KvKind
-    from reprieve.device.reference import ReferenceDevice, ReferenceTicket
     from reprieve.loading import DeviceSettings
     from reprieve.request import Event
     from reprieve.step import Step
 
 
 class RecordingDevice:
-    """Passes everything on to a reference device, and keeps the bits of the logits by (sequence, position)."""
+    """Passes everything on to a device, and keeps the bits of the logits by (sequence, position)."""
 
-    def __init__(self, device: ReferenceDevice) -> None:
+    def __init__(self, device: LogitDevice) -> None:
         self._device = device
         self.block_bytes = device.block_bytes
-        self.kv_dtype: str = device.kv_dtype
+        self.kv_dtype = device.kv_dtype
         self.kv_shape = device.kv_shape
         self.logits: dict[tuple[int, int], bytes] = {}
 
-    def launch(self, step: Step) -> ReferenceTicket:
+    def launch(self, step: Step) -> LogitTicket:
         ticket = self._device.launch(step)
         for row, logits in zip(ticket.logit_rows.tolist(), ticket.logits, strict=True):
             where = (int(step.seqs[row]), int(step.kv_lengths[row]))
@@ -56,7 +56,7 @@ def recorded(model: LoadedModel) -> tuple[LoadedModel, list[RecordingDevice]]:
     devices: list[RecordingDevice] = []
 
     def make_device(settings: DeviceSettings) -> RecordingDevice:
-        device = RecordingDevice(model.make_device(settings))  # type: ignore[arg-type]  # the reference device
+        device = RecordingDevice(model.make_device(settings))  # type: ignore[arg-type]  # one that keeps its logits
         devices.append(device)
         return device
 
@@ -78,7 +78,9 @@ def logits_of(device: RecordingDevice, seq: int) -> list[bytes]:
     return [bits for (owner, _), bits in sorted(device.logits.items()) if owner == seq]
 
 
-def solo_run(model: LoadedModel, request: Request, block_size: int = 16, kv: KvKind = "f32") -> Answer:
+def solo_run(
+    model: LoadedModel, request: Request, block_size: int = 16, kv: KvKind | Literal["auto"] = "auto"
+) -> Answer:
     """Answer `request` alone, in a pool that is never short."""
     recording, devices = recorded(model)
     with Engine(recording, kv=kv, kv_blocks=max(2048 // block_size, 64), block_size=block_size, max_slots=1) as engine:

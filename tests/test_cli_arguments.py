@@ -29,10 +29,10 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_every_option_reaches_the_plan() -> None:
     settings = "--kv-blocks 9 --block-size 4 --max-slots 3 --step-tokens 8 --host-kv-bytes 0 --head-room 2 --immunity 5"
-    rest = "--max-new 7 --ignore-eos --device reference --weights bf16 --kv f16 --check-alone --json -"
+    rest = "--max-new 7 --ignore-eos --device cpu --threads 3 --weights bf16 --kv f16 --check-alone --json -"
     forced = "--force-park-every 6 --park-by spill"
     plan = parse(f"generate M --prompt a b --prompt c {settings} {rest} {forced}".split())
-    assert (plan.model, plan.device, plan.weights, plan.kv) == ("M", "reference", "bf16", "f16")
+    assert (plan.model, plan.device, plan.threads, plan.weights, plan.kv) == ("M", "cpu", 3, "bf16", "f16")
     assert [(prompt.content, prompt.chat, prompt.max_new_tokens) for prompt in plan.prompts] == [
         (text, None, 7) for text in "abc"
     ]
@@ -56,11 +56,12 @@ def test_absent_options_leave_the_engine_its_defaults() -> None:
     plan = parse(["generate", "M", "--prompt", "a"])
     assert EngineConfig(**plan.settings) == EngineConfig()
     assert "kv_blocks" not in plan.settings
+    assert (plan.device, plan.threads, plan.kv) == ("auto", None, "auto")
     assert plan.prompts[0].max_new_tokens == 128
 
 
 NUMBERS = ["--kv-blocks", "--block-size", "--max-slots", "--step-tokens", "--host-kv-bytes", "--head-room"]
-NUMBERS += ["--immunity", "--max-new", "--force-park-every"]
+NUMBERS += ["--threads", "--immunity", "--max-new", "--force-park-every"]
 BAD: dict[str, tuple[str, ...]] = dict.fromkeys(NUMBERS, ("-1", "x", "1.5", "", "9223372036854775808", "1" * 5000))
 BAD |= {"--device": ("gpu",), "--weights": ("q4",), "--kv": ("f8",), "--park-by": ("force",)}
 
@@ -74,7 +75,9 @@ def test_a_bad_value_is_refused_with_the_option_and_the_value(
     assert repr(value)[:20] in said
 
 
-@pytest.mark.parametrize("option", ["--kv-blocks", "--block-size", "--max-slots", "--step-tokens", "--max-new"])
+@pytest.mark.parametrize(
+    "option", ["--kv-blocks", "--block-size", "--max-slots", "--step-tokens", "--max-new", "--threads"]
+)
 def test_zero_is_refused_where_nothing_could_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"argument {option}: must be an integer from 1" in refusal(capsys, "M", "--prompt", "a", option, 0)
 

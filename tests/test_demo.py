@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from engine_kit import ask, tiny_model
+from engine_kit import ask, position_bytes, tiny_model
 from reprieve import Engine
 from reprieve.cli import main, runner
 from reprieve.cli.arguments import parse
@@ -28,9 +28,8 @@ ANSWER_TOKENS: Final = {
 }  # fmt: skip
 """What SmolLM2-135M answers: two of them stop by themselves."""
 
-SMOLLM2_POSITION_BYTES: Final = 30 * 2 * 3 * 64 * 4
-TINY_POSITION_BYTES: Final = 2 * 2 * 2 * 16 * 4
-"""Layers, keys and values, KV heads, head size, float32."""
+SMOLLM2_POSITION_BYTES: Final = 30 * 2 * 3 * 64 * 2
+"""Layers, keys and values, KV heads, head size, float16."""
 
 
 def parks_of(answers: dict[str, int]) -> tuple[int, int]:
@@ -39,7 +38,7 @@ def parks_of(answers: dict[str, int]) -> tuple[int, int]:
     Who parks when follows from lengths alone, so a tiny model shows it.
     """
     host_positions = SETTINGS["host_kv_bytes"] // SMOLLM2_POSITION_BYTES
-    settings: dict[str, Any] = SETTINGS | {"host_kv_bytes": host_positions * TINY_POSITION_BYTES}
+    settings: dict[str, Any] = SETTINGS | {"host_kv_bytes": host_positions * position_bytes(tiny_model())}
     with Engine(tiny_model(), **settings) as engine:
         handles = [engine.submit(ask(PROMPT_TOKENS[name], tokens)) for name, tokens in answers.items()]
         engine.run()

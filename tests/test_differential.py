@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import pytest
 
-from engine_kit import VOCAB, alone, tiny_model
+from device_kinds import CPU, REFERENCE, DeviceKind, each_kind
+from engine_kit import VOCAB, alone, position_bytes, tiny_model
 from recording import check_nothing_left, check_stream, logits_of, recorded, solo_run
 from reprieve import Engine, EngineConfig, LoadedModel, Request
 
@@ -24,9 +25,23 @@ def random_prompt(random: np.random.Generator, length: int) -> tuple[int, ...]:
     return tuple(random.integers(0, VOCAB, length).tolist())
 
 
-def check_equal_alone(model: LoadedModel, handles: list[Handle], device_logits: dict[str, list[bytes]]) -> None:
+class Models(NamedTuple):
+    """One model on the device that is tried, and on the one that its solo runs are made on."""
+
+    tried: LoadedModel
+    oracle: LoadedModel
+
+    @classmethod
+    def of(
+        cls, kind: DeviceKind, architecture: Architecture = "llama", heads: tuple[int, int, int] = (4, 2, 16)
+    ) -> Models:
+        tried, oracle = (tiny_model(architecture, heads, kind=each) for each in (kind, kind.oracle))
+        return cls(tried, oracle)
+
+
+def check_equal_alone(oracle: LoadedModel, handles: list[Handle], device_logits: dict[str, list[bytes]]) -> None:
     for handle in handles:
-        answer = alone(handle.request, model)
+        answer = alone(handle.request, oracle)
         assert handle.tokens == answer.tokens, handle.id
         assert handle.finish_reason == answer.finish_reason, handle.id
         assert device_logits[handle.id] == answer.logits, f"{handle.id}: other logits than alone"
@@ -34,10 +49,10 @@ def check_equal_alone(model: LoadedModel, handles: list[Handle], device_logits: 
 
 
 def run_all(
-    model: LoadedModel, requests: list[Request], config: EngineConfig, arrivals: list[int] | None = None
+    models: Models, requests: list[Request], config: EngineConfig, arrivals: list[int] | None = None
 ) -> list[Handle]:
     """Answer `requests`, each submitted before step `arrivals[i]`, checking the books after every step."""
-    recording, devices = recorded(model)
+    recording, devices = recorded(models.tried)
     handles: list[Handle] = []
     arrivals = arrivals or [0] * len(requests)
     with Engine(recording, config=config) as engine:
@@ -53,7 +68,7 @@ def run_all(
         check_nothing_left(engine)
     # Sequence numbers are given out in the order of submission.
     logits = {handle.id: logits_of(devices[0], seq) for seq, handle in enumerate(handles)}
-    check_equal_alone(model, handles, logits)
+    check_equal_alone(models.oracle, handles, logits)
     return handles
 
 
@@ -64,13 +79,14 @@ def parks(handles: list[Handle]) -> tuple[int, int]:
     )
 
 
+@each_kind
 @pytest.mark.parametrize("host_blocks", [0, 9, 1000])
 @pytest.mark.parametrize(("architecture", "heads"), [("llama", (4, 2, 16)), ("qwen2", (9, 3, 8)), ("qwen3", (6, 6, 8))])
 def test_random_arrivals_priorities_and_pools_change_no_bit(
-    architecture: Architecture, heads: tuple[int, int, int], host_blocks: int
+    architecture: Architecture, heads: tuple[int, int, int], host_blocks: int, kind: DeviceKind
 ) -> None:
-    model = tiny_model(architecture, heads)
-    block_bytes = 2 * 2 * 4 * heads[1] * heads[2] * 4
+    models = Models.of(kind, architecture, heads)
+    block_bytes = 4 * position_bytes(models.tried)
     total = [0, 0]
     for seed in range(4):
         random = np.random.default_rng([seed, host_blocks])
@@ -94,7 +110,7 @@ def test_random_arrivals_priorities_and_pools_change_no_bit(
             victim=random.choice(["fewest_generated", "newest", "largest"]),
         )
         arrivals = np.cumsum(random.integers(0, 12, len(requests))).tolist()
-        spills, replays = parks(run_all(model, requests, config, arrivals))
+        spills, replays = parks(run_all(models, requests, config, arrivals))
         total[0] += spills
         total[1] += replays
     assert (total[0] > 0) == (host_blocks > 0)
@@ -103,13 +119,14 @@ def test_random_arrivals_priorities_and_pools_change_no_bit(
         assert total[1] > 0
 
 
+@each_kind
 @pytest.mark.parametrize("by", ["spill", "replay"])
 @pytest.mark.parametrize("times", [1, 2])
-def test_parked_after_every_k_th_token_a_sequence_goes_on_as_alone(by: ParkBy, times: int) -> None:
-    model = tiny_model()
+def test_parked_after_every_k_th_token_a_sequence_goes_on_as_alone(by: ParkBy, times: int, kind: DeviceKind) -> None:
+    model, oracle = Models.of(kind)
     random = np.random.default_rng(5)
     request = Request(random_prompt(random, 3), max_new_tokens=BUDGET, ignore_eos=True)
-    answer = alone(request, model)
+    answer = alone(request, oracle)
     for k in range(1, BUDGET):
         recording, devices = recorded(model)
         with Engine(recording, kv_blocks=20, block_size=4, max_slots=2) as engine:
@@ -128,27 +145,29 @@ def test_parked_after_every_k_th_token_a_sequence_goes_on_as_alone(by: ParkBy, t
             check_nothing_left(engine)
 
 
+@each_kind
 @pytest.mark.parametrize("by", ["spill", "replay", None])
 @pytest.mark.parametrize("every", [1, 3])
-def test_forced_parks_of_a_whole_batch_change_no_bit(every: int, by: ParkBy | None) -> None:
+def test_forced_parks_of_a_whole_batch_change_no_bit(every: int, by: ParkBy | None, kind: DeviceKind) -> None:
     random = np.random.default_rng([every])
     requests = [Request(random_prompt(random, int(n)), max_new_tokens=20) for n in random.integers(1, 30, 6)]
     config = EngineConfig(
         kv_blocks=40, block_size=4, max_slots=4, step_tokens=11, force_park_every=every, force_park_by=by
     )
-    spills, replays = parks(run_all(tiny_model(), requests, config))
+    spills, replays = parks(run_all(Models.of(kind), requests, config))
     assert (spills > 0, replays > 0) == (by != "replay", by == "replay")
 
 
+@each_kind
 @pytest.mark.parametrize("by", ["spill", "replay"])
 @pytest.mark.parametrize("chunk", range(1, 5))
 @pytest.mark.parametrize("phase", ["prefill", "replay"])
 def test_parked_after_each_chunk_of_a_prefill_and_of_a_replay_it_samples_once(
-    by: ParkBy, chunk: int, phase: Literal["prefill", "replay"]
+    by: ParkBy, chunk: int, phase: Literal["prefill", "replay"], kind: DeviceKind
 ) -> None:
-    model = tiny_model()
+    model, oracle = Models.of(kind)
     request = Request(random_prompt(np.random.default_rng(9), 37), max_new_tokens=9, ignore_eos=True)
-    answer = alone(request, model)
+    answer = alone(request, oracle)
     recording, devices = recorded(model)
     with Engine(recording, kv_blocks=20, block_size=4, max_slots=1, step_tokens=8) as engine:
         handle = engine.submit(request)
@@ -169,13 +188,14 @@ def test_parked_after_each_chunk_of_a_prefill_and_of_a_replay_it_samples_once(
         check_nothing_left(engine)
 
 
+@each_kind
 @pytest.mark.parametrize("kv", ["f32", "f16", "bf16"])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
-def test_every_kv_type_and_block_size_is_exact(kv: KvKind, block_size: int) -> None:
-    model = tiny_model()
+def test_every_kv_type_and_block_size_is_exact(kv: KvKind, block_size: int, kind: DeviceKind) -> None:
+    model, oracle = Models.of(kind)
     random = np.random.default_rng(block_size)
     requests = [Request(random_prompt(random, int(n)), max_new_tokens=16, ignore_eos=True) for n in (3, 17, 26, 9)]
-    answers = [solo_run(model, request, kv=kv) for request in requests]
+    answers = [solo_run(oracle, request, kv=kv) for request in requests]
     positions = 26 + 16 + 2 * block_size
     recording, devices = recorded(model)
     with Engine(
@@ -190,9 +210,10 @@ def test_every_kv_type_and_block_size_is_exact(kv: KvKind, block_size: int) -> N
         check_nothing_left(engine)
 
 
-def test_a_wrong_restore_would_be_noticed() -> None:
+@pytest.mark.parametrize("kind", [REFERENCE, CPU], ids=str)
+def test_a_wrong_restore_would_be_noticed(kind: DeviceKind) -> None:
     """A negative control: an image that is restored wrong, but soundly, changes logits, and this file sees it."""
-    model = tiny_model()
+    model = tiny_model(kind=kind)
     request = Request(random_prompt(np.random.default_rng(1), 12), max_new_tokens=12, ignore_eos=True)
     recording, devices = recorded(model)
     with Engine(recording, kv_blocks=20, block_size=4) as engine:

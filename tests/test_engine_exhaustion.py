@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_kit import BLOCK_BYTES, alone, ask, check_as_alone, tiny_model
+from engine_kit import alone, ask, check_as_alone, position_bytes, tiny_model
 from recording import check_nothing_left
 from reprieve import Engine, Request
 from reprieve.errors import InvalidArgument, NeverFits
@@ -100,7 +100,7 @@ def test_exactly_the_budget_asks_for_no_further_block() -> None:
 
 @pytest.mark.parametrize("host_blocks", [0, 2])
 def test_with_the_host_store_full_victims_are_replayed(host_blocks: int) -> None:
-    host_kv_bytes = host_blocks * BLOCK_BYTES
+    host_kv_bytes = host_blocks * 4 * position_bytes(tiny_model())
     with Engine(tiny_model(), kv_blocks=24, block_size=4, max_slots=4, host_kv_bytes=host_kv_bytes) as engine:
         handles = [engine.submit(ask(18, 30, seed)) for seed in range(6)]
         while len(engine._journal):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from reprieve.launch import settle
 from reprieve.step import StepResult
 
 if TYPE_CHECKING:
-    from reprieve.device.reference import ReferenceTicket
+    from device_kinds import LogitTicket
     from reprieve.journal import Live
     from reprieve.step import Step
 
@@ -176,6 +176,17 @@ def test_who_is_told_of_a_lost_device_finds_everybody_ended(deed: str) -> None:
     assert [handle.finish_reason for handle in handles] == ["device_lost"] * 3
 
 
+@dataclass(frozen=True)
+class Answered:
+    """A step that comes to the same token in each row."""
+
+    step: Step
+    token: int
+
+    def settle(self) -> StepResult:
+        return StepResult(np.full(self.step.num_rows, self.token, np.int32))
+
+
 @pytest.mark.parametrize("token", [61, 10**6, -3, -(2**31)])
 def test_a_device_that_answers_with_no_token_fails_its_step(token: int) -> None:
     recording, devices = recorded(tiny_model())
@@ -183,12 +194,11 @@ def test_a_device_that_answers_with_no_token_fails_its_step(token: int) -> None:
         broken = [engine.submit(ask(5, 6, seed)) for seed in range(2)]
         launch = devices[0].launch
 
-        def launch_once(step: Step) -> ReferenceTicket:
-            ticket = launch(step)
+        def launch_once(step: Step) -> Answered:
             devices[0].launch = launch  # type: ignore[method-assign]
-            return replace(ticket, result=StepResult(np.full(step.num_rows, token, np.int32)))
+            return Answered(step, token)
 
-        devices[0].launch = launch_once  # type: ignore[method-assign]
+        devices[0].launch = launch_once  # type: ignore[method-assign,assignment]
         engine.step()
         assert [handle.finish_reason for handle in broken] == ["step_failed"] * 2
         sound = engine.submit(ask(5, 6, seed=9))
@@ -217,7 +227,7 @@ def test_ctrl_c_is_taken_at_the_end_of_the_call() -> None:
         handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
         launch, finished = device.launch, []
 
-        def launch_with_a_signal(step: Step) -> ReferenceTicket:
+        def launch_with_a_signal(step: Step) -> LogitTicket:
             signal.raise_signal(signal.SIGINT)
             ticket = launch(step)
             finished.append(step.num_rows)
@@ -241,7 +251,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
         handle = engine.submit(ask(5, 6))
         launch, finished = device.launch, []
 
-        def launch_with_two_signals(step: Step) -> ReferenceTicket:
+        def launch_with_two_signals(step: Step) -> LogitTicket:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
             finished.append(step)
@@ -263,7 +273,7 @@ def test_a_second_thread_is_told_so_and_changes_nothing() -> None:
         handle = engine.submit(ask(5, 6))
         launch, met = device.launch, []
 
-        def launch_and_let_another_try(step: Step) -> ReferenceTicket:
+        def launch_and_let_another_try(step: Step) -> LogitTicket:
             def try_all() -> None:
                 for call in (engine.step, lambda: engine.cancel(handle), lambda: engine.submit((1,)), handle.result):
                     with pytest.raises(EngineBusy, match="one thread at a time"):

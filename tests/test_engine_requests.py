@@ -405,6 +405,7 @@ def test_no_budget_runs_to_the_context_and_a_huge_one_is_never_reserved() -> Non
         ({"on_device_lost": 5}, "on_device_lost: must be a function, not 5"),
         ({"device": "reference"}, "device: is 'reference', given beside a model that is loaded"),
         ({"weights": "f16"}, "weights: is 'f16', given beside a model that is loaded"),
+        ({"threads": 2}, "threads: is 2, given beside a model that is loaded"),
         ({"config": EngineConfig(), "kv_blocks": 3}, "kv_blocks: is given beside config"),
         ({"force_park_by": "magic"}, "force_park_by"),
     ],

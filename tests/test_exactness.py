@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from reprieve.device.reference import ReferenceDevice
+from device_kinds import CPU, KINDS, REFERENCE, DeviceKind, each_kind
+from encoded import encode, with_matrices
+from reprieve._native import cpu_instructions
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import same_bits
 from tiny_models import Row, Runner, tiny_config, tiny_weights
@@ -17,9 +19,10 @@ from tiny_models import Row, Runner, tiny_config, tiny_weights
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from device_kinds import DeviceWeights, LogitDevice
     from reprieve.device.kv_pool import KvKind
-    from reprieve.model.config import Architecture
-    from reprieve.model.weights import Tensor
+    from reprieve.model.config import Architecture, ModelConfig
+    from reprieve.model.weights import ModelWeights, Tensor
 
 NUM_BLOCK_POSITIONS = 400  # positions in each pool
 WIDE = 512  # hidden size of the one model that is not tiny
@@ -35,24 +38,20 @@ class Case:
     kv: KvKind
     block_size: int
     hidden: int = 48
+    weights: str = "F32"
 
     @property
     def name(self) -> str:
         heads = "x".join(map(str, self.heads))
-        return f"{self.architecture}-{heads}-{self.kv}-block{self.block_size}-hidden{self.hidden}"
+        return f"{self.architecture}-{heads}-{self.kv}-block{self.block_size}-hidden{self.hidden}-{self.weights}"
 
-    def device(self, weights: ReferenceWeights | None = None) -> ReferenceDevice:
-        return ReferenceDevice(
-            self.weights() if weights is None else weights,
-            num_blocks=-(-NUM_BLOCK_POSITIONS // self.block_size),
-            block_size=self.block_size,
-            num_slots=8,
-            kv=self.kv,
-        )
+    def device(self, kind: DeviceKind, weights: DeviceWeights) -> LogitDevice:
+        return kind.device(weights, -(-NUM_BLOCK_POSITIONS // self.block_size), self.block_size, 8, self.kv)
 
-    def weights(self) -> ReferenceWeights:
+    def model(self) -> tuple[ModelConfig, ModelWeights]:
         config = tiny_config(self.heads, self.architecture, hidden=self.hidden)
-        return ReferenceWeights(config, tiny_weights(config, seed=self.block_size))
+        model = tiny_weights(config, seed=self.block_size)
+        return config, with_matrices(model, lambda tensor: encode(tensor, self.weights))
 
 
 CASES = [
@@ -69,6 +68,12 @@ CASES = [
     Case((9, 3, 64), "llama", "f32", 16, hidden=WIDE),
 ]
 
+# What the reference computes with is float32 in any case.
+ENCODED_CASES = [
+    Case((4, 2, 16), "llama", "f16", 16, hidden=64, weights=weights)
+    for weights in ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+]
+
 each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -76,20 +81,24 @@ each_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 class Solo:
     """What each sequence gives when it is decoded alone, a token at a time, in a pool of zeros."""
 
-    weights: ReferenceWeights
+    weights: DeviceWeights
     tokens: list[list[int]]
     logits: list[NDArray[np.float32]]  # per sequence [length, vocab]
 
 
-@lru_cache(maxsize=len(CASES))
-def solo(case: Case) -> Solo:
-    """Return the oracle of `case`, computed once."""
-    weights = case.weights()
+def solo(case: Case, kind: DeviceKind) -> Solo:
+    """Return the oracle of `case` for all that must have the bits of `kind`: the CPU's has one thread."""
+    return _solo(case, kind.oracle)
+
+
+@lru_cache(maxsize=2 * len(CASES))
+def _solo(case: Case, kind: DeviceKind) -> Solo:
+    weights = kind.weights(*case.model())
     random = np.random.default_rng(7)
     tokens = [random.integers(0, weights.config.vocab_size, length).tolist() for length in LENGTHS]
     logits = []
     for sequence in tokens:
-        runner = Runner.of(case.device(weights))
+        runner = Runner.of(case.device(kind, weights))
         steps = [runner.run([Row(0, at, [token])])[0] for at, token in enumerate(sequence)]
         logits.append(np.stack(steps))
     return Solo(weights, tokens, logits)
@@ -125,38 +134,42 @@ def replay(runner: Runner, slot: int, tokens: list[int], chunk: int) -> NDArray[
     return logits[slot]
 
 
+@each_kind
 @each_case
-def test_mixed_batches_give_the_bits_of_a_solo_run(case: Case) -> None:
-    oracle = solo(case)
+def test_mixed_batches_give_the_bits_of_a_solo_run(case: Case, kind: DeviceKind) -> None:
+    oracle = solo(case, kind)
     for seed in range(2):
-        assert run_mixed(Runner.of(case.device(oracle.weights), seed), oracle, seed) == []
+        assert run_mixed(Runner.of(case.device(kind, oracle.weights), seed), oracle, seed) == []
 
 
+@each_kind
 @each_case
 @pytest.mark.parametrize("filling", [np.nan, 1e30])
-def test_what_a_block_held_before_never_shows(case: Case, filling: float) -> None:
-    oracle = solo(case)
-    device = case.device(oracle.weights)
+def test_what_a_block_held_before_never_shows(case: Case, filling: float, kind: DeviceKind) -> None:
+    oracle = solo(case, kind)
+    device = case.device(kind, oracle.weights)
     fill(device, filling)
     assert run_mixed(Runner.of(device, 3), oracle, seed=3) == []
 
 
-def fill(device: ReferenceDevice, filling: float) -> None:
+def fill(device: LogitDevice, filling: float) -> None:
     """Fill the whole pool with one value of its type; 1e30 is infinite in f16."""
-    if device.kv_dtype == "bf16":
-        device.pool.data.fill(np.array([filling], np.float32).view(np.uint32)[0] >> 16)
-    else:
-        with np.errstate(over="ignore"):
-            device.pool.data.fill(np.array(filling).astype(device.pool.data.dtype))
+    with np.errstate(over="ignore"):
+        value = np.array([filling], np.float16 if device.kv_dtype == "f16" else np.float32)
+    # The upper half of a float32 is the bfloat16 nearest to zero.
+    item = value.view(np.uint8)[2:] if device.kv_dtype == "bf16" else value.view(np.uint8)
+    blocks = range(device.num_blocks)
+    device.scatter(blocks, np.tile(item, len(blocks) * device.block_bytes // len(item)))
 
 
+@each_kind
 @each_case
-def test_any_chunking_of_a_replay_writes_the_same_kv_and_gives_the_same_logits(case: Case) -> None:
-    oracle = solo(case)
+def test_any_chunking_of_a_replay_writes_the_same_kv_and_gives_the_same_logits(case: Case, kind: DeviceKind) -> None:
+    oracle = solo(case, kind)
     tokens = oracle.tokens[0]
     images = []
     for seed, chunk in enumerate((1, 2, 7, 8, 61, len(tokens))):
-        device = case.device(oracle.weights)
+        device = case.device(kind, oracle.weights)
         runner = Runner.of(device, seed)
         assert same_bits(replay(runner, seed, tokens, chunk), oracle.logits[0][-1])
         images.append(device.gather(runner.tables[seed]))
@@ -164,19 +177,21 @@ def test_any_chunking_of_a_replay_writes_the_same_kv_and_gives_the_same_logits(c
         assert np.array_equal(image, images[0])
 
 
-def test_the_block_size_never_shows() -> None:
+@each_kind
+def test_the_block_size_never_shows(kind: DeviceKind) -> None:
     for case in (CASES[0], CASES[-1]):
-        oracle = solo(case)
+        oracle = solo(case, kind)
         for block_size in (1, 3, 4, 16, 128, 200):
-            runner = Runner.of(replace(case, block_size=block_size).device(oracle.weights))
+            runner = Runner.of(replace(case, block_size=block_size).device(kind, oracle.weights))
             assert same_bits(replay(runner, 0, oracle.tokens[0], 20), oracle.logits[0][-1])
 
 
+@each_kind
 @each_case
-def test_restored_blocks_elsewhere_go_on_with_the_same_bits(case: Case) -> None:
-    oracle = solo(case)
+def test_restored_blocks_elsewhere_go_on_with_the_same_bits(case: Case, kind: DeviceKind) -> None:
+    oracle = solo(case, kind)
     tokens, half = oracle.tokens[1], 19
-    device = case.device(oracle.weights)
+    device = case.device(kind, oracle.weights)
     runner = Runner.of(device)
     replay(runner, 2, tokens[:half], 5)
     image = device.gather(runner.tables[2])
@@ -201,6 +216,26 @@ class RowDependentWeights(ReferenceWeights):
 
 def test_a_product_that_depends_on_the_batch_is_found() -> None:
     case = CASES[0]
-    oracle = solo(case)
-    faulty = RowDependentWeights(oracle.weights.config, oracle.weights.model)
-    assert run_mixed(Runner.of(case.device(faulty)), oracle, seed=0) != []
+    faulty = RowDependentWeights(*case.model())
+    assert run_mixed(Runner.of(case.device(REFERENCE, faulty)), solo(case, REFERENCE), seed=0) != []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name == "cpu"], ids=str)
+@pytest.mark.parametrize("case", ENCODED_CASES, ids=lambda case: case.weights)
+def test_every_type_of_weights_is_exact(case: Case, kind: DeviceKind) -> None:
+    oracle = solo(case, kind)
+    for seed in range(3):
+        assert run_mixed(Runner.of(case.device(kind, oracle.weights), seed), oracle, seed) == []
+
+
+def test_every_instruction_set_gives_the_bits_of_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = cpu_instructions()
+    for case in (*CASES, *ENCODED_CASES):
+        oracle = solo(case, CPU)
+        for name in sets:
+            kind = DeviceKind("cpu", 2, name)
+            assert run_mixed(Runner.of(case.device(kind, oracle.weights), 5), oracle, seed=5) == [], name
+    with capsys.disabled():
+        print(f"\ninstruction sets that this machine has: {', '.join(sets)}")  # noqa: T201  others were left out
+    assert "portable" in sets
+    assert len(set(sets)) == len(sets)

@@ -1,4 +1,4 @@
-"""The reference device: what a forward pass means, which steps it refuses, and what it keeps."""
+"""The reference device: what a forward pass means, and what it keeps."""
 
 from __future__ import annotations
 
@@ -9,34 +9,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from device_kinds import CPU, REFERENCE, DeviceKind
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import blas_product, same_bits
-from reprieve.errors import DeviceLost, InvalidArgument
+from reprieve.errors import InvalidArgument
 from reprieve.model.config import Architecture, ModelConfig, rope_frequencies
 from reprieve.model.llama import forward
-from reprieve.model.weights import LayerWeights, ModelWeights, Rounding, Tensor, f32_to_bf16, rounded
-from reprieve.step import READ_NOTHING, TOKEN_ALL_NAN, TOKEN_NOT_READ, Device
-from tiny_models import ArrayTensor, Row, Runner, make_step, tiny_config, tiny_weights
+from reprieve.model.weights import LayerWeights, ModelWeights, Rounding, Tensor, rounded
+from tiny_models import ArrayTensor, Row, Runner, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from reprieve.device.kv_pool import KvKind
-
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "mistral", "qwen2", "qwen3")
-
-
-def make_device(
-    config: ModelConfig, weights: ModelWeights, kv: KvKind = "f32", num_blocks: int = 20
-) -> ReferenceDevice:
-    return ReferenceDevice(ReferenceWeights(config, weights), num_blocks=num_blocks, block_size=4, num_slots=4, kv=kv)
-
-
-@pytest.fixture
-def device() -> ReferenceDevice:
-    config = tiny_config()
-    return make_device(config, tiny_weights(config))
 
 
 # Meaning.
@@ -89,14 +75,17 @@ def naive_logits(config: ModelConfig, weights: ModelWeights, tokens: list[int]) 
     return linear(norm(x, weights.final_norm), weights.output)
 
 
+@pytest.mark.parametrize("kind", [REFERENCE, CPU], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("heads", [(4, 2, 16), (9, 3, 8), (6, 6, 8)])
-def test_a_step_is_the_plain_forward_pass(architecture: Architecture, heads: tuple[int, int, int]) -> None:
+def test_a_step_is_the_plain_forward_pass(
+    architecture: Architecture, heads: tuple[int, int, int], kind: DeviceKind
+) -> None:
     config = tiny_config(heads, architecture)
     weights = tiny_weights(config, seed=5)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 30).tolist()
     expected = naive_logits(config, weights, tokens)
-    runner = Runner.of(make_device(config, weights))
+    runner = Runner.of(kind.device(kind.weights(config, weights)))
     for at, chunk in ((0, 11), (11, 1), (12, 18)):
         got = runner.run([Row(1, at, tokens[at : at + chunk])])[1]
         assert np.allclose(got, expected[at + chunk - 1], rtol=1e-4, atol=1e-4)
@@ -181,127 +170,3 @@ def test_the_architecture_looks_into_no_buffer_so_a_device_may_record_it(archite
     assert names[-3:] == ["select_readback", "linear", "argmax"]
     assert names.count("linear") == 2 * 7 + 1
     assert names.count("head_norm") == (4 if architecture == "qwen3" else 0)
-
-
-# What is read back.
-
-
-def test_only_rows_that_are_read_back_have_a_token_and_logits(device: ReferenceDevice) -> None:
-    changes = [(slot, 0, slot) for slot in range(3)]
-    ticket = device.launch(make_step([Row(0, 0, [1]), Row(1, 0, [2, 3], read=False), Row(2, 0, [4])], changes))
-    tokens = ticket.settle().tokens
-    assert tokens.dtype == np.int32
-    assert tokens[1] == TOKEN_NOT_READ
-    assert ticket.logit_rows.tolist() == [0, 2]
-    assert ticket.logits.argmax(axis=1).tolist() == tokens[[0, 2]].tolist()
-    nothing = device.launch(make_step([Row(1, 2, [3], read=False)], []))
-    assert nothing.settle().tokens.tolist() == [TOKEN_NOT_READ]
-    assert len(nothing.logits) == len(nothing.logit_rows) == 0
-
-
-def test_a_row_of_nan_is_that_rows_business_alone() -> None:
-    config = tiny_config()
-    weights = tiny_weights(config)
-    table = weights.embedding.float32()
-    healthy = Runner.of(make_device(config, weights)).run([Row(0, 0, [1, 2])])[0]
-    table[7] = np.nan
-    table[8] = np.inf
-    device = make_device(config, replace(weights, embedding=ArrayTensor("embedding", table)))
-    changes = [(slot, 0, slot) for slot in range(3)]
-    ticket = device.launch(make_step([Row(0, 0, [7]), Row(1, 0, [1, 2]), Row(2, 0, [8])], changes))
-    assert ticket.settle().tokens.tolist() == [TOKEN_ALL_NAN, healthy.argmax(), TOKEN_ALL_NAN]
-    assert same_bits(ticket.logits[1], healthy)
-
-
-def test_an_id_past_the_vocabulary_is_never_chosen() -> None:
-    config = tiny_config(vocab_size=37)
-    weights = tiny_weights(config, extra_vocab=59)
-    output = weights.output.float32()
-    output[37:] *= 100
-    device = make_device(config, replace(weights, output=ArrayTensor("output", output)))
-    wider = 0
-    for token in range(37):
-        ticket = device.launch(make_step([Row(0, 0, [token])], [(0, 0, 0)]))
-        assert ticket.settle().tokens[0] == ticket.logits[0, :37].argmax()
-        wider += ticket.logits[0].argmax() >= 37
-    assert wider > 0
-
-
-# Blocks and the rest of the protocol.
-
-
-@pytest.mark.parametrize(("kv", "item"), [("f32", 4), ("f16", 2), ("bf16", 2)])
-def test_gathered_blocks_come_back_byte_for_byte(kv: KvKind, item: int) -> None:
-    config = tiny_config()
-    device: Device = make_device(config, tiny_weights(config), kv)
-    assert isinstance(device, ReferenceDevice)
-    assert device.kv_dtype == kv
-    assert device.kv_shape == (2, 2, 4, 2, 16)
-    assert device.block_bytes == math.prod(device.kv_shape) * item
-    image = np.random.default_rng(0).integers(0, 256, 3 * device.block_bytes, np.uint8)
-    device.scatter([7, 0, 19], image)
-    assert np.array_equal(device.gather([7, 0, 19]), image)
-    assert np.array_equal(device.gather([19]), image[2 * device.block_bytes :])
-    assert not device.gather([1, 18]).any()
-    assert device.gather([]).size == 0
-
-
-def test_bad_blocks_and_images_are_refused_and_nothing_is_written(device: ReferenceDevice) -> None:
-    size = device.block_bytes
-    image = np.ones(2 * size, np.uint8)
-    with pytest.raises(InvalidArgument, match=r"\[20\] are not among the pool's 20 blocks"):
-        device.gather([3, 20])
-    for blocks, bad, message in (
-        ([0, -1], image, r"\[-1\] are not among"),
-        ([0], image, f"image: must be {size} bytes .*1 blocks of {size}.* not uint8 .{2 * size}"),
-        ([0, 1], image.view(np.float32), "image: must be .* not float32"),
-        ([4, 4], image, r"names a block twice: \[4, 4\]"),
-    ):
-        with pytest.raises(InvalidArgument, match=message):
-            device.scatter(blocks, bad)  # type: ignore[arg-type]
-    assert not device.pool.data.any()
-
-
-def test_bf16_kv_is_rounded_to_the_nearest(device: ReferenceDevice) -> None:
-    config = tiny_config()
-    weights = tiny_weights(config)
-    exact = make_device(config, weights)
-    coarse = make_device(config, weights, "bf16")
-    step = make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 0)])
-    exact.launch(step)
-    coarse.launch(step)
-    assert np.array_equal(coarse.pool.data[0, 0, :, :3], f32_to_bf16(exact.pool.data[0, 0, :, :3]))
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"num_blocks": 0}, "num_blocks: must be at least 1, not 0"),
-        ({"block_size": -4}, "block_size: must be at least 1, not -4"),
-        ({"num_slots": 0}, "num_slots: must be at least 1, not 0"),
-        ({"kv": "f64"}, 'kv: must be "f32", "f16" or "bf16", not \'f64\''),
-    ],
-)
-def test_bad_settings_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
-    config = tiny_config()
-    weights = ReferenceWeights(config, tiny_weights(config))
-    with pytest.raises(InvalidArgument) as caught:
-        ReferenceDevice(weights, **{"num_blocks": 4, "block_size": 4, "num_slots": 2} | setting)
-    assert str(caught.value) == message
-
-
-def test_a_closed_device_is_lost_and_closing_twice_is_fine(device: ReferenceDevice) -> None:
-    step = make_step([Row(0, 0, [1])], [(0, 0, 0)])
-    device.probe()
-    device.close()
-    device.close()
-    for call in (device.probe, lambda: device.launch(step), lambda: device.gather([0])):
-        with pytest.raises(DeviceLost):
-            call()
-
-
-def test_a_step_that_reads_nothing_still_writes_its_kv(device: ReferenceDevice) -> None:
-    step = make_step([Row(3, 0, [1, 2])], [(3, 0, 9)])
-    device.launch(replace(step, readback=np.array([READ_NOTHING], np.uint8)))
-    assert device.pool.data[9, :, :, :2].all()
-    assert not device.pool.data[9, :, :, 2:].any()

@@ -8,26 +8,34 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from device_kinds import CPU, REFERENCE, DeviceKind
 from reprieve.device.reference import ReferenceDevice
-from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.errors import InvalidArgument
 from tiny_models import Row, make_step, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from device_kinds import LogitDevice
     from reprieve.step import Step
 
 
-@pytest.fixture
-def device() -> ReferenceDevice:
+@pytest.fixture(params=[REFERENCE, CPU, DeviceKind("cpu", 2)], ids=str)
+def device(request: pytest.FixtureRequest) -> LogitDevice:
+    return make_device(request.param)
+
+
+def make_device(kind: DeviceKind) -> LogitDevice:
     config = tiny_config()
-    return ReferenceDevice(ReferenceWeights(config, tiny_weights(config)), num_blocks=20, block_size=4, num_slots=4)
+    return kind.device(kind.weights(config, tiny_weights(config)))
 
 
 def good_step() -> Step:
     """Return two rows, in slots 0 and 2, at positions 3 and 0; block 0 of slot 0 is known from an earlier step."""
     return make_step([Row(0, 3, [5, 6]), Row(2, 0, [7, 8, 9])], [(0, 1, 4), (2, 0, 5)])
+
+
+GOOD_TOKENS = [32, 32]
 
 
 def int32(*values: int) -> NDArray[np.int32]:
@@ -66,28 +74,48 @@ BAD_STEPS: dict[str, dict[str, NDArray[Any]]] = {
 }
 
 
+IN_RUST: dict[str, str | None] = {
+    "step.token_ids: must be C-contiguous int32 [5], not int64": "step.token_ids: must be an array of i32",
+    "step.token_ids: must be C-contiguous int32 [5], not int32 [5], not C-": "step.token_ids: must be C-contiguous i32",
+    "step.positions: must be C-contiguous int32 [5], not int32 [4]": "step.positions: has 4 tokens, token_ids 5",
+    "step.seqs: must be C-contiguous uint64 [2], not int32": None,  # it does not look at them
+    "step.table_changes: must be C-contiguous int32 [1, 3], not int32 [1, 2]": (
+        "step.table_changes: must be C-contiguous i32 [any, 3], not [1, 2]"
+    ),
+}
+"""What the CPU device says where it is something else."""
+
+
 @pytest.mark.parametrize("message", BAD_STEPS)
-def test_a_bad_step_is_refused_with_its_numbers_and_nothing_is_written(device: ReferenceDevice, message: str) -> None:
-    device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 3)]))
-    pool, tables = device.pool.data.copy(), device._tables.copy()
+def test_a_bad_step_is_refused_with_its_numbers_and_nothing_is_written(device: LogitDevice, message: str) -> None:
+    first = device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 3)]))
+    pool, logits = device.gather(range(20)), first.logits
+    said = message if isinstance(device, ReferenceDevice) else IN_RUST.get(message, message)
+    if said is None:
+        assert device.launch(replace(good_step(), **BAD_STEPS[message])).settle().tokens.tolist() == GOOD_TOKENS
+        return
     with pytest.raises(InvalidArgument) as caught:
         device.launch(replace(good_step(), **BAD_STEPS[message]))
-    assert message in str(caught.value)
-    assert np.array_equal(device.pool.data, pool)
-    assert np.array_equal(device._tables, tables)
-    assert device.launch(good_step()).settle().tokens.min() >= 0
+    assert said in str(caught.value)
+    assert np.array_equal(device.gather(range(20)), pool)
+    assert np.array_equal(first.logits, logits)
+    # The table changes of the refused step are not known either.
+    for slot, index in ((0, 1), (2, 0)):
+        with pytest.raises(InvalidArgument, match=rf"slot {slot} needs .* its table lacks entries \[{index}\]"):
+            device.launch(make_step([Row(slot, 4 * index, [1])], []))
+    assert device.launch(good_step()).settle().tokens.tolist() == GOOD_TOKENS
 
 
-def test_a_slot_that_is_given_to_another_sequence_forgets_its_table(device: ReferenceDevice) -> None:
+def test_a_slot_that_is_given_to_another_sequence_forgets_its_table(device: LogitDevice) -> None:
     device.launch(make_step([Row(0, 0, list(range(10)))], [(0, 0, 3), (0, 1, 4), (0, 2, 5)]))
     device.launch(make_step([Row(0, 0, [1, 2])], [(0, 0, 7)]))
     with pytest.raises(InvalidArgument, match=r"slot 0 needs blocks for 6 positions, its table lacks entries \[1\]"):
         device.launch(make_step([Row(0, 2, [3, 4, 5, 6])], []))
 
 
-def test_a_launch_that_breaks_off_leaves_the_block_tables_as_they_were(
-    device: ReferenceDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_that_breaks_off_leaves_the_block_tables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = make_device(REFERENCE)
+    assert isinstance(device, ReferenceDevice)
     tables = device._tables.copy()
 
     def fail(*arguments: object) -> None:

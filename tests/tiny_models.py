@@ -14,7 +14,7 @@ from reprieve.step import READ_ARGMAX, READ_NOTHING, Step
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from reprieve.device.reference import ReferenceDevice
+    from device_kinds import LogitDevice
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class ArrayTensor:
         return self.values.shape
 
     def raw(self) -> NDArray[np.uint8]:
-        return self.values.view(np.uint8).reshape(-1)
+        return self.values.view(np.uint8)
 
     def float32(self) -> NDArray[np.float32]:
         return self.values.copy()
@@ -138,16 +138,16 @@ def make_step(rows: list[Row], table_changes: list[tuple[int, int, int]]) -> Ste
 class Runner:
     """Drives a device by hand: blocks are given out in a shuffled order, one table per slot."""
 
-    device: ReferenceDevice
+    device: LogitDevice
     block_size: int
     free: list[int]
     tables: dict[int, list[int]] = field(default_factory=dict)
     changes: list[tuple[int, int, int]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, device: ReferenceDevice, seed: int = 0) -> Runner:
-        blocks = np.random.default_rng(seed).permutation(device.pool.num_blocks)
-        return cls(device, device.pool.block_size, blocks.tolist())
+    def of(cls, device: LogitDevice, seed: int = 0) -> Runner:
+        blocks = np.random.default_rng(seed).permutation(device.num_blocks)
+        return cls(device, device.block_size, blocks.tolist())
 
     def grow(self, slot: int, length: int) -> None:
         """Give `slot` the blocks of `length` positions."""

@@ -55,9 +55,10 @@ _UNBOUNDED: Final = 2**63 - 1
 class Engine(Exclusive):
     """Decodes requests through KV exhaustion.
 
-    `model` is whatever `load` takes (with `device` and `weights`), or a model that it loaded, which several engines may
-    share. `kv` is the element type of the KV pool; the other `settings` are those of `EngineConfig`. `clock` gives
-    seconds that never go back; `on_device_lost` is called once, when everybody has ended, if the device fails for good.
+    `model` is whatever `load` takes (with `device`, `weights` and `threads`), or a model that it loaded, which several
+    engines may share. `kv` is the element type of the KV pool ("auto": "f16" on the CPU device, "f32" on the
+    reference); the other `settings` are those of `EngineConfig`. `clock` gives seconds that never go back;
+    `on_device_lost` is called once, when everybody has ended, if the device fails for good.
     The attributes `config`, `model` and `kv` say what it was made with.
 
     Calls come from one thread at a time: a second one gets `EngineBusy`. Ctrl-C is taken at the end of a call, when
@@ -71,6 +72,7 @@ class Engine(Exclusive):
         *,
         device: str | None = None,
         weights: Rounding | None = None,
+        threads: int | None = None,
         kv: KvKind | Literal["auto"] = "auto",
         clock: Callable[[], float] = time.monotonic,
         on_device_lost: Callable[[DeviceLost], None] | None = None,
@@ -84,8 +86,8 @@ class Engine(Exclusive):
         for name, function in (("clock", clock), ("on_device_lost", on_device_lost)):
             if not callable(function) and (function is not None or name == "clock"):
                 raise InvalidArgument(name, f"must be a function, not {function!r}")
-        self.model = _loaded(model, device, weights)
-        self.kv: KvKind = "f32" if kv == "auto" else kv
+        self.model = _loaded(model, device, weights, threads)
+        self.kv: KvKind = self.model.kv if kv == "auto" else kv
         context_length = self.model.context_length(self.config)
         self._on_device_lost = on_device_lost
         self._latch = FaultLatch(self._end_all_as_lost)
@@ -382,11 +384,13 @@ class Engine(Exclusive):
                 _LOG.info("not parked: %s", refusal)
 
 
-def _loaded(model: str | Path | LoadedModel, device: str | None, weights: Rounding | None) -> LoadedModel:
+def _loaded(
+    model: str | Path | LoadedModel, device: str | None, weights: Rounding | None, threads: int | None
+) -> LoadedModel:
     """Return `model` loaded; with what it is loaded can be said only once."""
     if not isinstance(model, LoadedModel):
-        return load(model, device=device or "auto", weights=weights or "file")
-    for name, value in (("device", device), ("weights", weights)):
+        return load(model, device=device or "auto", weights=weights or "file", threads=threads)
+    for name, value in (("device", device), ("weights", weights), ("threads", threads)):
         if value is not None:
             raise InvalidArgument(name, f"is {value!r}, given beside a model that is loaded already; give it to load()")
     return model

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from reprieve.device.cpu import MOST_THREADS, CpuDevice, checked_threads
+from reprieve.device.cpu_weights import CpuWeights
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import TILE_HEIGHTS
@@ -24,9 +26,15 @@ if TYPE_CHECKING:
     from reprieve.step import Device
     from reprieve.text import Text
 
-DEVICES: Final = ("auto", "reference")
+__all__ = ["DEVICES", "KV_TYPES", "MOST_THREADS", "WEIGHTS", "DeviceSettings", "LoadedModel", "from_weights", "load"]
+
+DEVICES: Final = ("auto", "cpu", "reference")
 WEIGHTS: Final = ("file", "f32", "bf16", "f16")
 KV_TYPES: Final = ("auto", "f32", "bf16", "f16")
+
+_CPU_ROW_TILE: Final = TILE_HEIGHTS[0]
+"""Tokens by which a prefill moves on at least. Products on the CPU device have no tile; with that of the reference the
+steps of both, and so who gives way when, are the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +51,9 @@ class DeviceSettings:
 class LoadedModel:
     """A model whose weights are loaded once and shared by any number of engines.
 
-    `text` is None where there is no tokenizer: token ids in and out only. `row_tile` is how many rows the device
-    computes at once, `make_device` makes a device with a KV pool of its own on the shared weights.
+    `text` is None where there is no tokenizer: token ids in and out only. `device` is "cpu" or "reference", `threads`
+    how many compute, `kv` the element type of a KV pool where none is asked for. `row_tile` is the least by which a
+    prefill moves on, `make_device` makes a device with a KV pool of its own on the shared weights.
     """
 
     name: str
@@ -52,6 +61,8 @@ class LoadedModel:
     text: Text | None
     device: str
     weights: Rounding
+    threads: int
+    kv: KvKind
     row_tile: int
     make_device: Callable[[DeviceSettings], Device]
 
@@ -73,40 +84,82 @@ class LoadedModel:
 
 
 def load(
-    model: str | Path, *, device: str = "auto", weights: Rounding = "file", name: str | None = None
+    model: str | Path,
+    *,
+    device: str = "auto",
+    weights: Rounding = "file",
+    threads: int | None = None,
+    name: str | None = None,
 ) -> LoadedModel:
     """Load a model: a folder with safetensors, a GGUF file, "demo", or the name of a model on the Hugging Face hub.
 
-    `device` is "auto" (the best there is, today the reference) or "reference"; `weights` "file" keeps the values of
-    the file, "f32", "bf16" and "f16" round them. `name` is what to call it. Takes seconds and, on the reference device,
-    four bytes per weight.
+    `device` is "auto" (the best there is, today the CPU), "cpu", or "reference", which defines what is computed and is
+    slow; `weights` "file" keeps the values of the file, "f32", "bf16" and "f16" round them. `threads` is how many
+    compute on the CPU device, None one per core. `name` is what to call it. Takes seconds; the weights are kept once,
+    in their own types (see `CpuWeights`), on the reference device with four bytes each.
 
-    Raises `InvalidArgument` for an unknown setting, `ModelFileError` for a file that is damaged or not supported, and
-    `InexactProduct` where this machine's BLAS cannot decode exactly.
+    Raises `InvalidArgument` for an unknown setting, `ModelFileError` for a file that is damaged or not supported, and,
+    on the reference device, `InexactProduct` where this machine's BLAS cannot decode exactly.
     """
-    if device not in DEVICES:
-        raise InvalidArgument("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
-    if weights not in WEIGHTS:
-        raise InvalidArgument("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    _check(device, weights, threads)
     path = resolve_model(model)
     opened = load_model(path)
     text = load_text(path, opened.metadata)
-    return from_weights(
-        name or hub_name(model, path) or opened.name, opened.config, opened.weights, text, weights=weights
-    )
+    name = name or hub_name(model, path) or opened.name
+    return from_weights(name, opened.config, opened.weights, text, device=device, weights=weights, threads=threads)
 
 
-def from_weights(
-    name: str, config: ModelConfig, model: ModelWeights, text: Text | None = None, *, weights: Rounding = "file"
+def from_weights(  # noqa: PLR0913  keywords, each with a default
+    name: str,
+    config: ModelConfig,
+    model: ModelWeights,
+    text: Text | None = None,
+    *,
+    device: str = "auto",
+    weights: Rounding = "file",
+    threads: int | None = None,
 ) -> LoadedModel:
-    """Return a model on the reference device whose weights come from anywhere: see `ModelWeights`."""
+    """Return a model whose weights come from anywhere, see `ModelWeights`; the rest is as for `load`."""
+    _check(device, weights, threads)
     if text is not None and text.tokenizer.num_ids < config.vocab_size:
         # The output is padded to a round number of rows; an id that is no token must never be chosen.
         vocab_size = text.tokenizer.num_ids
         eos_ids = tuple(token_id for token_id in config.eos_ids if token_id < vocab_size)
         config = replace(config, vocab_size=vocab_size, eos_ids=eos_ids)
-    shared = ReferenceWeights(config, model, weights)
+    if device == "reference":
+        make_reference = _reference(ReferenceWeights(config, model, weights))
+        return LoadedModel(name, config, text, device, weights, 1, "f32", TILE_HEIGHTS[0], make_reference)
+    num_threads = checked_threads(threads)
+    make_cpu = _cpu(CpuWeights(config, model, weights), num_threads)
+    return LoadedModel(name, config, text, "cpu", weights, num_threads, "f16", _CPU_ROW_TILE, make_cpu)
 
+
+def _check(device: str, weights: Rounding, threads: int | None) -> None:
+    """Raise `InvalidArgument` for a setting that no model could be loaded with."""
+    if device not in DEVICES:
+        raise InvalidArgument("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
+    if weights not in WEIGHTS:
+        raise InvalidArgument("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+    checked_threads(threads)
+    if device == "reference" and threads is not None:
+        raise InvalidArgument("threads", f"is {threads}, and the reference device computes with one thread")
+
+
+def _cpu(shared: CpuWeights, threads: int) -> Callable[[DeviceSettings], CpuDevice]:
+    def make_device(settings: DeviceSettings) -> CpuDevice:
+        return CpuDevice(
+            shared,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            num_slots=settings.num_slots,
+            kv=settings.kv,
+            threads=threads,
+        )
+
+    return make_device
+
+
+def _reference(shared: ReferenceWeights) -> Callable[[DeviceSettings], ReferenceDevice]:
     def make_device(settings: DeviceSettings) -> ReferenceDevice:
         return ReferenceDevice(
             shared,
@@ -116,4 +169,4 @@ def from_weights(
             kv=settings.kv,
         )
 
-    return LoadedModel(name, config, text, "reference", weights, TILE_HEIGHTS[0], make_device)
+    return make_device

@@ -1,14 +1,18 @@
 //! The `_native` module: check, lock, call, map errors. Nothing here decides anything.
 
 mod arrays;
+mod cpu;
 mod errors;
 mod ledger;
+mod whole;
 
 use pyo3::prelude::*;
 
 /// Native part of reprieve.
 #[pymodule(name = "_native")]
 mod native {
+    #[pymodule_export]
+    use super::cpu::{PyCpuDevice, PyCpuModel, cpu_instructions};
     #[pymodule_export]
     use super::ledger::PyLedger;
 

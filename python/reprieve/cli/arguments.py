@@ -11,7 +11,7 @@ from reprieve.cli.demo import demo_plan
 from reprieve.cli.plan import Plan, Prompt
 from reprieve.cli.prompts_file import read_prompts
 from reprieve.errors import InvalidArgument
-from reprieve.loading import DEVICES, KV_TYPES, WEIGHTS
+from reprieve.loading import DEVICES, KV_TYPES, MOST_THREADS, WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -95,9 +95,14 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--max-new", type=_integer(1, _MOST), default=128, metavar="N", help="most tokens of an answer (128)"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-sequence tokens")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="what computes (auto)")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="what computes (auto: cpu)")
+    parser.add_argument(
+        "--threads", type=_integer(1, MOST_THREADS), metavar="N", help="threads of the cpu device (one per core)"
+    )
     parser.add_argument("--weights", choices=WEIGHTS, default="file", help="what weights are rounded to (file)")
-    parser.add_argument("--kv", choices=KV_TYPES, default="auto", help="element type of the KV pool (auto: f32)")
+    parser.add_argument(
+        "--kv", choices=KV_TYPES, default="auto", help="element type of the KV pool (auto: f16 on the cpu device)"
+    )
     for option, (setting, lowest, highest, what) in _SETTINGS.items():
         # Absent ones are left out of the namespace: the engine has the defaults.
         absent = argparse.SUPPRESS
@@ -146,6 +151,7 @@ def _generate_plan(values: argparse.Namespace) -> Plan:
         model=values.model,
         prompts=prompts,
         device=values.device,
+        threads=values.threads,
         weights=values.weights,
         kv=values.kv,
         settings=settings,

@@ -19,13 +19,13 @@ QUESTIONS: Final[dict[str, tuple[str, int]]] = {
 """Each with its budget of tokens, which keeps the answers short enough to wait for."""
 
 # Counted in blocks and bytes, never in time, so that the same happens on every machine. The eight need 83 blocks
-# together. A position takes 46,080 bytes (30 layers, keys and values of 3 heads of 64 float32), so the host budget
+# together. A position takes 23,040 bytes (30 layers, keys and values of 3 heads of 64 float16), so the host budget
 # holds one image: who gives way while it is full is replayed. No head room and little immunity make it lively.
 SETTINGS: Final = {
     "kv_blocks": 29,
     "block_size": 8,
     "max_slots": 8,
-    "host_kv_bytes": 9 * 8 * 46_080,
+    "host_kv_bytes": 9 * 8 * 23_040,
     "head_room": 0,
     "immunity_tokens": 2,
 }

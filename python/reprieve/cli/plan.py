@@ -55,13 +55,14 @@ class Prompt:
 class Plan:
     """Everything that the command line asks for.
 
-    `settings` are those of `EngineConfig` that were given; without "kv_blocks" the pool has room for all. `kv` and
-    `weights` are what `Engine` takes. `json_path` is a file, or "-" for stdout.
+    `settings` are those of `EngineConfig` that were given; without "kv_blocks" the pool has room for all. `device`,
+    `threads`, `weights` and `kv` are what `Engine` takes. `json_path` is a file, or "-" for stdout.
     """
 
     model: str
     prompts: tuple[Prompt, ...]
     device: str = "auto"
+    threads: int | None = None
     weights: Rounding = "file"
     kv: KvKind | Literal["auto"] = "auto"
     settings: Mapping[str, Any] = field(default_factory=dict)

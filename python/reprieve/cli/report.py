@@ -38,6 +38,7 @@ class Report:
 
     model: str
     device: str
+    threads: int
     weights: str
     kv: str
     host_kv_bytes: int
@@ -69,6 +70,7 @@ class Report:
             "version": __version__,
             "model": self.model,
             "device": self.device,
+            "threads": self.threads,
             "weights": self.weights,
             "kv": self.kv,
             "host_kv_bytes": self.host_kv_bytes,

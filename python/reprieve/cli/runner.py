@@ -117,7 +117,13 @@ def _load(plan: Plan, console: Console) -> LoadedModel:
     # Outside of the spinner: fetching shows a progress bar of its own.
     path = resolve_model(plan.model)
     with console.status(f"Loading {path.name}"):
-        return load(path, device=plan.device, weights=plan.weights, name=hub_name(plan.model, path))
+        return load(
+            path,
+            device=plan.device,
+            weights=plan.weights,
+            threads=plan.threads,
+            name=hub_name(plan.model, path),
+        )
 
 
 def _with_ids(model: LoadedModel, prompt: Prompt, *, ignore_eos: bool) -> Request:
@@ -153,6 +159,7 @@ def _run_together(setup: Setup, prompts: Sequence[Prompt], requests: Sequence[Re
         return Report(
             model=model.name,
             device=model.device,
+            threads=model.threads,
             weights=model.weights,
             kv=engine.kv,
             host_kv_bytes=config.host_kv_bytes,
@@ -175,9 +182,11 @@ def _describe(engine: Engine, requests: Sequence[Request]) -> str:
     """Say what is about to run."""
     model, config = engine.model, engine.config
     most = sum(most_blocks(model, config, request) for request in requests)
+    threads = "1 thread" if model.threads == 1 else f"{model.threads} threads"
+    pool = f"{config.kv_blocks} blocks of {config.block_size} positions"
     return (
-        f"{printable(model.name)} on the {model.device} device. Requests: {len(requests)}. They share a KV pool of "
-        f"{config.kv_blocks} blocks of {config.block_size} positions; with their budgets used up they need {most}."
+        f"{printable(model.name)} on the {model.device} device, {threads}. Requests: {len(requests)}. They share a KV "
+        f"pool of {pool}; with their budgets used up they need {most}."
     )
 
 

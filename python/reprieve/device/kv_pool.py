@@ -1,4 +1,4 @@
-"""The KV pool of the reference device: blocks of keys and values, and copies of whole blocks."""
+"""The KV pool of the reference device: blocks of keys and values, and copies of whole blocks; what any pool may be."""
 
 from __future__ import annotations
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
 KvKind: TypeAlias = Literal["f32", "f16", "bf16"]
 
 
+def check_pool(num_blocks: int, block_size: int, num_slots: int, kind: str) -> None:
+    """Raise `InvalidArgument` for the settings of a pool that no device could have."""
+    for name, value in (("num_slots", num_slots), ("num_blocks", num_blocks), ("block_size", block_size)):
+        if value < 1:
+            raise InvalidArgument(name, f"must be at least 1, not {value}")
+    if kind not in get_args(KvKind):
+        raise InvalidArgument("kv", f'must be "f32", "f16" or "bf16", not {kind!r}')
+
+
 class KvPool:
     """Keys and values of `num_blocks` blocks in all layers.
 
@@ -29,11 +38,6 @@ class KvPool:
     """
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, kind: KvKind) -> None:
-        if kind not in get_args(KvKind):
-            raise InvalidArgument("kv", f'must be "f32", "f16" or "bf16", not {kind!r}')
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise InvalidArgument(name, f"must be at least 1, not {value}")
         self.kind = kind
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reprieve.device import reference_ops
-from reprieve.device.kv_pool import KvKind, KvPool
+from reprieve.device.kv_pool import KvKind, KvPool, check_pool
 from reprieve.device.step_check import StepLimits, checked_tables, new_block_tables
-from reprieve.errors import DeviceLost, InvalidArgument
-from reprieve.model.config import rope_frequencies
+from reprieve.errors import DeviceLost
+from reprieve.model.config import rope_tables
 from reprieve.model.llama import forward
 from reprieve.step import READ_NOTHING, TOKEN_NOT_READ, Step, StepResult
 
@@ -126,13 +126,14 @@ class ReferenceDevice:
     def __init__(
         self, weights: ReferenceWeights, *, num_blocks: int, block_size: int, num_slots: int, kv: KvKind = "f32"
     ) -> None:
-        if num_slots < 1:
-            raise InvalidArgument("num_slots", f"must be at least 1, not {num_slots}")
+        check_pool(num_blocks, block_size, num_slots, kv)
         self._memory: _Memory | None = _Memory(weights, KvPool(weights.config, num_blocks, block_size, kv))
         self._limits = StepLimits(
             num_slots, num_blocks, block_size, weights.config.context_length, weights.config.vocab_size
         )
         self._tables = new_block_tables(self._limits)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
         self.block_bytes = self._memory.pool.block_bytes
         self.kv_dtype = kv
         self.kv_shape = self._memory.pool.block_shape
@@ -186,6 +187,4 @@ class _Memory:
         self.pool = pool
         self.attention = reference_ops.PagedAttention(pool, weights.config.num_heads)
         num_positions = min(pool.num_blocks * pool.block_size, weights.config.context_length)
-        angles = np.outer(np.arange(num_positions), rope_frequencies(weights.config))
-        self.cos = np.cos(angles).astype(np.float32)
-        self.sin = np.sin(angles).astype(np.float32)
+        self.cos, self.sin = rope_tables(weights.config, num_positions)

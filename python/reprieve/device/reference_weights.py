@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from reprieve.device.row_tiles import Product, blas_product, tile_height, tiled_product
-from reprieve.errors import InvalidArgument
-from reprieve.model.layout import layer_shapes
+from reprieve.model.layout import checked_tensors
 from reprieve.model.weights import rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -41,14 +38,9 @@ class ReferenceWeights:
         # By identity: a tensor lives as long as `model`, and the same tensor may stand in two places.
         self._arrays: dict[int, NDArray[np.float32]] = {}
         self._heights: dict[tuple[int, ...], int] = {}
-        expected = list(_expected(config, model))
-        for tensor, shape in expected:
-            if tensor.shape != shape:
-                raise InvalidArgument(
-                    "weights", f"{tensor.name} is {list(tensor.shape)}, the model needs {list(shape)}"
-                )
+        tensors = checked_tensors(config, model)
         with self.one_blas_thread():
-            for tensor, _ in expected:
+            for tensor in tensors:
                 if id(tensor) not in self._arrays:
                     self._load(tensor, kind)
 
@@ -78,18 +70,3 @@ class ReferenceWeights:
         self._arrays[id(tensor)] = values
         if values.ndim == 2 and values.shape not in self._heights:  # noqa: PLR2004 - a matrix
             self._heights[values.shape] = tile_height(values, self._product)
-
-
-def _expected(config: ModelConfig, model: ModelWeights) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Yield each weight with the shape that it must have; the vocabulary's rows may be more than its size."""
-    shapes = layer_shapes(config)
-    for tensor in (model.embedding, model.output):
-        yield tensor, (max(config.vocab_size, *tensor.shape[:1]), config.hidden_size)
-    yield model.final_norm, (config.hidden_size,)
-    if len(model.layers) != config.num_layers:
-        raise InvalidArgument("weights", f"have {len(model.layers)} layers, the model needs {config.num_layers}")
-    for layer in model.layers:
-        for field in fields(layer):
-            tensor = getattr(layer, field.name)
-            if tensor is not None:
-                yield tensor, shapes[field.name]

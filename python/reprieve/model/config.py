@@ -129,6 +129,12 @@ def rope_frequencies(config: ModelConfig) -> NDArray[np.float64]:
     return np.ascontiguousarray(frequencies, dtype=np.float64)
 
 
+def rope_tables(config: ModelConfig, num_positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return cos and sin of each pair's angle at each position: [num_positions, head_size / 2] f32, from float64."""
+    angles = np.outer(np.arange(num_positions), rope_frequencies(config))
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
 def _llama3(frequencies: NDArray[np.float64], scaling: RopeScaling) -> NDArray[np.float64]:
     """Slow the low frequencies by `factor`, keep the high ones, and blend in between.
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from reprieve.errors import ModelFileError
+from reprieve.errors import InvalidArgument, ModelFileError
 from reprieve.model.weights import LayerWeights, ModelWeights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from reprieve.model.config import Architecture, ModelConfig
-    from reprieve.model.weights import FileTensor
+    from reprieve.model.weights import FileTensor, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,34 @@ def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "q_norm": (config.head_size,),
         "k_norm": (config.head_size,),
     }
+
+
+def checked_tensors(config: ModelConfig, model: ModelWeights) -> list[Tensor]:
+    """Return every weight of `model`, one that stands in several places as often.
+
+    The vocabulary may have more rows than its size. Raises `InvalidArgument` for a count of layers or a shape that does
+    not fit `config`.
+    """
+    expected = list(_expected(config, model))
+    for tensor, shape in expected:
+        if tensor.shape != shape:
+            raise InvalidArgument("weights", f"{tensor.name} is {list(tensor.shape)}, the model needs {list(shape)}")
+    return [tensor for tensor, _ in expected]
+
+
+def _expected(config: ModelConfig, model: ModelWeights) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
+    """Yield each weight with the shape that it must have."""
+    shapes = layer_shapes(config)
+    for tensor in (model.embedding, model.output):
+        yield tensor, (max(config.vocab_size, *tensor.shape[:1]), config.hidden_size)
+    yield model.final_norm, (config.hidden_size,)
+    if len(model.layers) != config.num_layers:
+        raise InvalidArgument("weights", f"have {len(model.layers)} layers, the model needs {config.num_layers}")
+    for layer in model.layers:
+        for field in fields(layer):
+            tensor = getattr(layer, field.name)
+            if tensor is not None:
+                yield tensor, shapes[field.name]
 
 
 class _Shelf:

@@ -1,0 +1,94 @@
+//! Root mean square norms of one token's values.
+
+use super::lanes::{Kernel, LANES, Lanes};
+
+/// Writes x / sqrt(mean(x²) + eps) * weight to `out`; all three of one length.
+///
+/// Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019). In f32: sixteen sums of squares, added in a fixed
+/// order.
+pub(crate) struct RmsNorm<'a> {
+    pub x: &'a [f32],
+    pub weight: &'a [f32],
+    pub eps: f32,
+    pub out: &'a mut [f32],
+}
+
+impl Kernel for RmsNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    #[expect(clippy::cast_precision_loss, reason = "a width is far under 2^24, from where it would be rounded")]
+    fn run<L: Lanes>(self, lanes: L) {
+        let (whole, rest) = self.x.as_chunks::<LANES>();
+        let mut squares = lanes.splat(0.0);
+        for x in whole {
+            let x = lanes.load(x);
+            squares = lanes.fma(x, x, squares);
+        }
+        let x = lanes.load_first(rest, 0.0);
+        squares = lanes.fma(x, x, squares);
+        let mean = lanes.sum(squares) / self.x.len() as f32;
+        let scale = lanes.splat(1.0 / (mean + self.eps).sqrt());
+        let (weights, weights_rest) = self.weight.as_chunks::<LANES>();
+        let (outs, out_rest) = self.out.as_chunks_mut::<LANES>();
+        for ((x, weight), out) in whole.iter().zip(weights).zip(outs) {
+            lanes.store(lanes.mul(lanes.mul(lanes.load(x), scale), lanes.load(weight)), out);
+        }
+        if !rest.is_empty() {
+            lanes.store_first(lanes.mul(lanes.mul(x, scale), lanes.load_first(weights_rest, 0.0)), out_rest);
+        }
+    }
+}
+
+/// [`RmsNorm`] of each head of one token's `values`, in place; `weight` is [`head_size`].
+pub(crate) struct HeadNorm<'a> {
+    pub values: &'a mut [f32],
+    pub weight: &'a [f32],
+    pub eps: f32,
+}
+
+impl Kernel for HeadNorm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let mut head = vec![0.0; self.weight.len()];
+        for values in self.values.chunks_exact_mut(self.weight.len()) {
+            head.copy_from_slice(values);
+            RmsNorm { x: &head, weight: self.weight, eps: self.eps, out: values }.run(lanes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::lanes::InstructionSet;
+    use crate::cpu::matrix::tests::Random;
+
+    #[test]
+    #[expect(clippy::cast_precision_loss, reason = "widths are small")]
+    fn norms_are_near_their_meaning_and_the_same_with_all_instructions() {
+        let mut random = Random(2);
+        for width in [1, 2, 15, 16, 17, 48, 576, 1000] {
+            let x: Vec<f32> = (0..width).map(|_| 100.0 * random.value()).collect();
+            let weight: Vec<f32> = (0..width).map(|_| random.value()).collect();
+            let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / x.len() as f64;
+            let scale = 1.0 / (mean + 1e-5).sqrt();
+            let mut results = Vec::new();
+            for set in InstructionSet::all() {
+                let mut out = vec![f32::NAN; width];
+                set.run(RmsNorm { x: &x, weight: &weight, eps: 1e-5, out: &mut out });
+                for ((&out, &x), &weight) in out.iter().zip(&x).zip(&weight) {
+                    let exact = f64::from(x) * scale * f64::from(weight);
+                    assert!((f64::from(out) - exact).abs() <= 1e-6 * exact.abs(), "{out} {exact}");
+                }
+                let mut heads = [x.clone(), x.clone()].concat();
+                set.run(HeadNorm { values: &mut heads, weight: &weight, eps: 1e-5 });
+                assert_eq!(heads, [out.clone(), out.clone()].concat());
+                results.push(out);
+            }
+            assert!(results.iter().all(|result| *result == results[0]));
+        }
+    }
+}

@@ -1,0 +1,245 @@
+"""The CPU device against the reference, and what is its own: tickets, settings and unusual numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from device_kinds import CPU, REFERENCE, DeviceKind
+from reprieve import Engine
+from reprieve._native import cpu_instructions
+from reprieve.device.cpu import CpuDevice
+from reprieve.device.cpu_weights import CpuWeights
+from reprieve.device.row_tiles import same_bits
+from reprieve.errors import DeviceLost, InvalidArgument, ModelFileError
+from reprieve.loading import from_weights, load
+from reprieve.model.config import ModelConfig
+from reprieve.step import TOKEN_ALL_NAN
+from tiny_models import ArrayTensor, Row, Runner, make_step, tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from reprieve.device.kv_pool import KvKind
+    from reprieve.model.weights import ModelWeights
+
+HERE = Path(__file__).parent
+TOLERANCES: dict[KvKind, float] = {"f32": 2e-5, "f16": 2e-3, "bf16": 2e-2}
+"""Of the largest logit, by the type of the KV pool: where a sum falls to the other side of a tie in rounding, a key or
+value differs by one unit in its last place."""
+
+
+def cpu_device(config: ModelConfig, model: ModelWeights, threads: int = 2, num_blocks: int = 20) -> CpuDevice:
+    return CpuDevice(
+        CpuWeights(config, model), num_blocks=num_blocks, block_size=4, num_slots=4, kv="f32", threads=threads
+    )
+
+
+# Meaning.
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelConfig:
+    """Return a small model of odd sizes."""
+    kv_heads = draw(st.integers(1, 4))
+    return ModelConfig(
+        architecture=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
+        vocab_size=draw(st.integers(1, 90)),
+        hidden_size=draw(st.integers(1, 80)),
+        intermediate_size=draw(st.integers(1, 80)),
+        num_layers=draw(st.integers(1, 2)),
+        num_heads=kv_heads * draw(st.integers(1, 5)),
+        num_kv_heads=kv_heads,
+        head_size=2 * draw(st.integers(1, 20)),
+        context_length=64,
+        rms_norm_eps=1e-5,
+        rope_theta=draw(st.sampled_from([100.0, 10000.0])),
+    )
+
+
+@given(
+    config=models(),
+    kv=st.sampled_from(["f32", "f16", "bf16"]),
+    block_size=st.integers(1, 20),
+    threads=st.integers(1, 4),
+    chunks=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=60, deadline=None)
+def test_logits_and_kv_are_those_of_the_reference_whatever_the_sizes(
+    config: ModelConfig, kv: KvKind, block_size: int, threads: int, chunks: list[int], seed: int
+) -> None:
+    chunks = [count for count, end in zip(chunks, np.cumsum(chunks), strict=True) if end <= 60]
+    tokens = np.random.default_rng(seed).integers(0, config.vocab_size, 64).tolist()
+    model = tiny_weights(config, seed)
+    results = []
+    for kind in (REFERENCE, DeviceKind("cpu", threads)):
+        device = kind.device(kind.weights(config, model), -(-64 // block_size), block_size, 2, kv)
+        runner = Runner.of(device, seed)
+        steps, at = [], 0
+        for count in chunks:
+            steps.append(runner.run([Row(1, at, tokens[at : at + count])])[1])
+            at += count
+        results.append(np.stack(steps))
+    expected, got = results
+    assert got.shape == expected.shape
+    assert np.abs(got - expected).max() <= TOLERANCES[kv] * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_the_usual_head_sizes_mean_what_the_reference_says(head_size: int) -> None:
+    config = tiny_config((4, 2, head_size))
+    model = tiny_weights(config)
+    tokens = np.random.default_rng(2).integers(0, config.vocab_size, 40).tolist()
+    expected, got = (
+        Runner.of(kind.device(kind.weights(config, model))).run([Row(0, 0, tokens)])[0] for kind in (REFERENCE, CPU)
+    )
+    assert np.abs(got - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 64, 65, 400])
+def test_a_step_may_have_one_token_or_hundreds(num_tokens: int) -> None:
+    config = tiny_config()
+    model = tiny_weights(config)
+    tokens = np.random.default_rng(3).integers(0, config.vocab_size, num_tokens).tolist()
+    expected, whole = (
+        Runner.of(kind.device(kind.weights(config, model), num_blocks=100)).run([Row(0, 0, tokens)])[0]
+        for kind in (REFERENCE, DeviceKind("cpu", 2))
+    )
+    assert np.abs(whole - expected).max() <= 5e-5 * np.abs(expected).max()
+    single = Runner.of(cpu_device(config, model, threads=1, num_blocks=100))
+    for at, token in enumerate(tokens):
+        one = single.run([Row(0, at, [token])])[0]
+    assert same_bits(one, whole)
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 512, 513, 5000])
+def test_ties_go_to_the_lowest_id(vocab_size: int) -> None:
+    config = tiny_config(vocab_size=vocab_size)
+    model = tiny_weights(config)
+    output = model.output.float32()
+    device = cpu_device(config, model, threads=3)
+    first = device.launch(make_step([Row(0, 0, [0])], [(0, 0, 0)]))
+    best = first.settle().tokens[0]
+    winner = output[best] * np.float32(2 if first.logits[0, best] > 0 else 0.5)
+    equal_ones = ([0, vocab_size - 1], [vocab_size // 2, vocab_size - 1], [5, 256], range(vocab_size))
+    for ids in equal_ones:
+        if max(ids) >= vocab_size:
+            continue
+        tied = output.copy()
+        tied[list(ids)] = winner
+        ticket = cpu_device(config, replace(model, output=ArrayTensor("output", tied)), threads=3).launch(
+            make_step([Row(0, 0, [0])], [(0, 0, 0)])
+        )
+        assert ticket.settle().tokens.tolist() == [min(ids)]
+        assert len(np.unique(ticket.logits[0, list(ids)])) == 1
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_unusual_numbers_in_the_kv_of_one_row_stay_there(poison: float, threads: int) -> None:
+    config = tiny_config()
+    model = tiny_weights(config)
+    device = cpu_device(config, model, threads)
+    changes = [(0, 0, 5), (1, 0, 6), (2, 0, 7)]
+    rows = [Row(slot, 0, [slot + 1, 4]) for slot in range(3)]
+    sound = cpu_device(config, model, threads)
+    for each in (device, sound):
+        each.launch(make_step(rows, changes))
+    image = np.full(device.block_bytes // 4, poison, np.float32)
+    device.scatter([6], image.view(np.uint8))
+    step = make_step([Row(slot, 2, [9]) for slot in range(3)], [])
+    ticket, expected = device.launch(step), sound.launch(step)
+    assert ticket.settle().tokens[1] == TOKEN_ALL_NAN
+    for row in (0, 2):
+        assert same_bits(ticket.logits[row], expected.logits[row])
+        assert ticket.settle().tokens[row] == expected.settle().tokens[row]
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_an_unusual_weight_shows_only_where_it_is_used(poison: float) -> None:
+    config = tiny_config()
+    model = tiny_weights(config)
+    broken = model.output.float32()
+    broken[[3, 60]] = poison
+    results = []
+    for kind in (REFERENCE, DeviceKind("cpu", 2)):
+        changed = replace(model, output=ArrayTensor("output", broken))
+        ticket = kind.device(kind.weights(config, changed)).launch(make_step([Row(0, 0, [1, 2])], [(0, 0, 0)]))
+        assert not np.isfinite(ticket.logits[0, [3, 60]]).any()
+        results.append(np.delete(ticket.logits[0], [3, 60]))
+        assert ticket.settle().tokens[0] == np.nanargmax(ticket.logits[0])
+    assert np.abs(results[1] - results[0]).max() <= 2e-5 * np.abs(results[0]).max()
+
+
+# Tickets.
+
+
+def test_logits_are_there_until_the_next_step_and_no_longer() -> None:
+    config = tiny_config()
+    device = cpu_device(config, tiny_weights(config))
+    first = device.launch(make_step([Row(0, 0, [1, 2])], [(0, 0, 0)]))
+    kept = first.logits
+    with pytest.raises(InvalidArgument):
+        device.launch(make_step([Row(1, 0, [1])], []))
+    assert same_bits(first.logits, kept), "a refused step changes nothing"
+    kept[:] = 0
+    assert first.logits.any(), "each is a copy"
+    second = device.launch(make_step([Row(0, 2, [3])], []))
+    with pytest.raises(RuntimeError, match="the logits are gone: the device has computed another step since"):
+        _ = first.logits
+    assert second.logits.shape == (1, config.vocab_size)
+    tokens = second.settle().tokens.copy()
+    device.launch(make_step([Row(0, 3, [3])], []))
+    assert np.array_equal(second.settle().tokens, tokens), "a ticket's tokens are its own"
+    device.close()
+    with pytest.raises(DeviceLost):
+        _ = second.logits
+
+
+def test_it_says_what_it_is_made_of_and_where_its_time_went() -> None:
+    config = tiny_config()
+    device = cpu_device(config, tiny_weights(config), threads=2)
+    assert (device.threads, device.instructions) == (2, cpu_instructions()[0])
+    assert not any(device.op_seconds().values())
+    Runner.of(device).run([Row(0, 0, list(range(40)))])
+    seconds = device.op_seconds()
+    assert seconds["linear"] > 0
+    assert seconds["attention"] > 0
+    device.close()
+    with pytest.raises(DeviceLost):
+        device.op_seconds()
+
+
+def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+    config = tiny_config()
+    weights = CpuWeights(config, tiny_weights(config))
+    with pytest.raises(InvalidArgument, match="instructions: must be one of"):
+        CpuDevice(weights, num_blocks=1, block_size=1, num_slots=1, kv="f32", instructions="mmx")
+
+
+# Settings.
+
+
+def test_the_cpu_is_the_default_and_a_bad_device_is_refused(tmp_path: Path) -> None:
+    config = tiny_config()
+    model = from_weights("tiny", config, tiny_weights(config))
+    assert (model.device, model.kv) == ("cpu", "f16")
+    with Engine(model, kv_blocks=4) as engine:
+        assert engine.kv == "f16"
+        assert isinstance(engine._device, CpuDevice)
+    with Engine(model, kv_blocks=4, kv="bf16") as engine:
+        assert engine.kv == "bf16"
+    reference = from_weights("tiny", config, tiny_weights(config), device="reference")
+    assert (reference.device, reference.kv) == ("reference", "f32")
+    with pytest.raises(InvalidArgument, match="device: must be one of auto, cpu, reference, not 'gpu'"):
+        from_weights("tiny", config, tiny_weights(config), device="gpu")
+    with pytest.raises(ModelFileError):
+        load(tmp_path, device="cpu")
