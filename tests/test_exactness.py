@@ -237,5 +237,5 @@ def test_every_instruction_set_gives_the_bits_of_the_others(capsys: pytest.Captu
             assert run_mixed(Runner.of(case.device(kind, oracle.weights), 5), oracle, seed=5) == [], name
     with capsys.disabled():
         print(f"\ninstruction sets that this machine has: {', '.join(sets)}")  # noqa: T201  others were left out
-    assert "portable" in sets
+    assert sets[-1] in {"portable", "neon"}
     assert len(set(sets)) == len(sets)

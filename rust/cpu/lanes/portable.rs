@@ -16,20 +16,14 @@ fn both(a: [f32; LANES], b: [f32; LANES], function: impl Fn(f32, f32) -> f32) ->
     std::array::from_fn(|lane| function(a[lane], b[lane]))
 }
 
-/// The value of a half-precision number, in whole-number operations that compilers turn into vector code.
+/// The value of a half-precision number, in operations that compilers turn into vector code: its digits under the
+/// exponent of f32 are the value over 2^112, subnormal or not, and the product is exact.
 #[inline(always)]
 fn widened(bits: u16) -> f32 {
-    let magnitude = u32::from(bits & 0x7fff) << 13;
-    let exponent = magnitude & (0x7c00 << 13);
-    let value = if exponent == 0x7c00 << 13 {
-        f32::from_bits(magnitude + (112 << 23) + (112 << 23)) // infinite or NaN
-    } else if exponent == 0 {
-        // Subnormal: 2^-14 with the digits behind it, less 2^-14.
-        f32::from_bits(magnitude + (113 << 23)) - f32::from_bits(113 << 23)
-    } else {
-        f32::from_bits(magnitude + (112 << 23))
-    };
-    f32::from_bits(value.to_bits() | u32::from(bits & 0x8000) << 16)
+    let magnitude = bits & 0x7fff;
+    let value = f32::from_bits(u32::from(magnitude) << 13) * f32::from_bits((127 + 112) << 23);
+    let infinite_or_nan = if magnitude >= 0x7c00 { 0x7f80_0000 } else { 0 };
+    f32::from_bits(value.to_bits() | infinite_or_nan | u32::from(bits & 0x8000) << 16)
 }
 
 impl Lanes for Portable {
@@ -125,4 +119,37 @@ impl Lanes for Portable {
 
     #[inline(always)]
     fn prefetch<T>(self, _: *const T) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cpu::lanes::InstructionSet;
+    use half::f16;
+
+    struct Widen<'a>(&'a [u16; LANES]);
+
+    impl Kernel for Widen<'_> {
+        type Output = [f32; LANES];
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, lanes: L) -> [f32; LANES] {
+            let mut values = [0.0; LANES];
+            lanes.store(lanes.load_f16(self.0), &mut values);
+            values
+        }
+    }
+
+    #[test]
+    fn every_half_is_widened_to_its_value_on_all_instruction_sets() {
+        let all: Vec<u16> = (0..=u16::MAX).collect();
+        for halves in all.as_chunks().0 {
+            for set in InstructionSet::all() {
+                for (value, &bits) in set.run(Widen(halves)).into_iter().zip(halves) {
+                    let expected = f16::from_bits(bits).to_f32();
+                    assert!(value.to_bits() == expected.to_bits() || value.is_nan() && expected.is_nan(), "{bits:#x}");
+                }
+            }
+        }
+    }
 }
