@@ -47,7 +47,7 @@ test-full: test-rust dev ## Run the tests and the long matrix
 	$(BIN)/python -m pytest
 
 .PHONY: test-rust
-test-rust: ## Run the tests of the books, which need no Python
+test-rust: ## Run the tests in Rust, which need no Python
 	cargo test --locked
 
 .PHONY: lint
@@ -97,5 +97,5 @@ wheel: $(VENV)/tools ## Build the abi3 wheel into target/wheels
 	$(BIN)/maturin build --release --locked
 
 .PHONY: clean
-clean: ## Remove .venv and target
+clean: ## Remove .venv, .venv-peers and target
 	rm -rf $(VENV) $(PEERS) target

@@ -7,6 +7,8 @@ In one run, after the machine's own rates (reading memory, and NumPy's matrix pr
     where     shares of the step's time in products, attention, the rest of the device, and all else (books, events)
     prefill   prompt tokens per second in passes of 128 and 512 tokens, as a share of the measured product rate
 
+    memory    what a process holds once the model is loaded and has decoded, beyond its weights and its KV pool
+
 A number is the median of all steps of its case; cases are run in turn, several times over, so that what disturbs the
 machine for a while does not fall on one of them alone. Prompts have 64 random tokens, the KV pool is ample.
 """
@@ -17,9 +19,9 @@ import argparse
 import json
 import os
 import platform
-import resource
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
+from threadpoolctl import threadpool_limits
 
 from encoded import encode, with_matrices
 from reprieve import Engine, Request, load
@@ -62,7 +65,8 @@ class Machine:
         with ThreadPoolExecutor(threads) as pool:
             read = best_of(5, lambda: list(pool.map(np.max, parts)))
         square = np.random.default_rng(0).standard_normal((3072, 3072), np.float32)
-        product = best_of(5, lambda: square @ square)
+        with threadpool_limits(threads):
+            product = best_of(5, lambda: square @ square)
         return cls(memory.nbytes / read, 2 * 3072**3 / product)
 
 
@@ -106,11 +110,20 @@ class Case:
     model: LoadedModel
     weight_bytes: int
     load_seconds: float
+    extra_bytes: int
     decodes: list[Decode]
     prefills: dict[int, list[float]]
 
 
 def loaded(kind: str, decodes: list[Decode], passes: list[int]) -> Case:
+    """Load the demo's model with weights of one type."""
+    model, seconds = model_of(kind)
+    with engine_of(model, 1) as engine:
+        num_bytes = device_of(engine).weight_bytes
+    return Case(kind, model, num_bytes, seconds, extra_memory(kind), decodes, {tokens: [] for tokens in passes})
+
+
+def model_of(kind: str) -> tuple[LoadedModel, float]:
     """Load the demo's model with weights of one type; what the file does not have is encoded first, and not timed."""
     begin = perf_counter()
     if kind in {"F32", "F16", "BF16"}:
@@ -122,10 +135,32 @@ def loaded(kind: str, decodes: list[Decode], passes: list[int]) -> Case:
         weights = with_matrices(opened.weights, lambda tensor: encode(tensor, kind))
         begin = perf_counter()
         model = from_weights(kind, opened.config, weights, device="cpu")
-    seconds = perf_counter() - begin
-    with engine_of(model, 1) as engine:
-        num_bytes = device_of(engine).weight_bytes
-    return Case(kind, model, num_bytes, seconds, decodes, {tokens: [] for tokens in passes})
+    return model, perf_counter() - begin
+
+
+def extra_memory(kind: str) -> int:
+    """Return the bytes that a process of its own holds beyond the weights and the pool, once it has decoded."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(extra_memory_here, kind).result()
+
+
+def extra_memory_here(kind: str) -> int:
+    """Load the model in this process, decode with it, and return what that took beyond the weights and the pool."""
+    before = resident_bytes()
+    model = model_of(kind)[0]
+    # Eight sequences of 72 positions use up five blocks each, so that all of the pool is there.
+    with Engine(model, kv_blocks=40, block_size=16, max_slots=8, head_room=0) as engine:
+        for seed in range(8):
+            engine.submit(Request(random_prompt(PROMPT, seed), max_new_tokens=8, ignore_eos=True))
+        engine.run()
+        device = device_of(engine)
+        return resident_bytes() - before - device.weight_bytes - device.num_blocks * device.block_bytes
+
+
+def resident_bytes() -> int:
+    """Return the bytes of memory that this process holds, those of files not counted."""
+    status = Path("/proc/self/status").read_text("utf-8")
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 
 def engine_of(model: LoadedModel, batch: int, step_tokens: int = 128) -> Engine:
@@ -148,8 +183,10 @@ def random_prompt(length: int, seed: int) -> tuple[int, ...]:
 def measure_decode(case: Case, decode: Decode, steps: int) -> None:
     """Add `steps` decode steps, timed from outside the engine."""
     with engine_of(case.model, decode.batch) as engine:
+        # The first go on decoding while the last are prefilled, a token in each step.
+        budget = steps + decode.batch * PROMPT // 64 + 8
         handles = [
-            engine.submit(Request(random_prompt(PROMPT, seed), max_new_tokens=steps + 8, ignore_eos=True))
+            engine.submit(Request(random_prompt(PROMPT, seed), max_new_tokens=budget, ignore_eos=True))
             for seed in range(decode.batch)
         ]
         while not all(handle.tokens for handle in handles):
@@ -159,6 +196,7 @@ def measure_decode(case: Case, decode: Decode, steps: int) -> None:
             begin = perf_counter()
             engine.step()
             decode.seconds.append(perf_counter() - begin)
+        assert not any(handle.is_finished for handle in handles), "every step had every sequence"
         for kind, seconds in device_of(engine).op_seconds().items():
             decode.inside[kind] = decode.inside.get(kind, 0.0) + seconds - before[kind]
 
@@ -214,8 +252,10 @@ def report(machine: Machine, cases: list[Case], console: Console) -> None:
             rate = product_operations(case.model, tokens) / median(seconds)
             cells.append(f"{tokens / median(seconds):.0f} tokens/s, {rate / machine.product:.0%} of NumPy's rate")
         console.print(f"| {case.kind} | {' | '.join(cells)} |")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    console.print(f"\nAll of them in one process took {peak:.0f} MB at most.")
+    console.print("\n| weights | memory beyond the weights, the KV pool and what Python held before |")
+    console.print("|---|---|")
+    for case in cases:
+        console.print(f"| {case.kind} | {case.extra_bytes / 1e6:.0f} MB |")
 
 
 def main() -> None:
@@ -247,6 +287,7 @@ def main() -> None:
     if options.json is not None:
         results = [
             {"weights": case.kind, "bytes": case.weight_bytes, "load_seconds": case.load_seconds}
+            | {"extra_bytes": case.extra_bytes}
             | {"decode": {decode.batch: asdict(decode) for decode in case.decodes}, "prefill": case.prefills}
             for case in cases
         ]

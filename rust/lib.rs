@@ -1,6 +1,7 @@
-//! The books of `reprieve`: who holds which slot and which KV blocks, and who gives way when the blocks run out.
+//! The books of `reprieve`: who holds which slot and which KV blocks, and who gives way when the blocks run out. They
+//! have no I/O, no clock and no randomness. Beside them, in `cpu`, the arithmetic of the CPU device.
 //!
-//! No I/O, no clock, no randomness and, without the feature `python`, no Python.
+//! Without the feature `python` there is no Python in either.
 
 pub mod blocks;
 pub mod cpu;

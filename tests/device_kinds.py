@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
+import numpy as np
 import pytest
 
 from reprieve.device.cpu import CpuDevice
@@ -14,7 +15,6 @@ from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.step import Device, Ticket
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from reprieve.device.kv_pool import KvKind
@@ -24,6 +24,20 @@ if TYPE_CHECKING:
     from reprieve.step import Step
 
 DeviceWeights: TypeAlias = ReferenceWeights | CpuWeights
+
+TOLERANCES: Final[dict[KvKind, float]] = {"f32": 2e-5, "f16": 2e-3, "bf16": 2e-2}
+"""By how much of the largest logit the CPU device may differ from the reference, by the type of the KV pool. Sums in
+float32 have another order; where one falls to the other side of a tie, a key or value differs by one unit in its last
+place."""
+
+
+def check_close(
+    got: NDArray[np.float32], expected: NDArray[np.float32], kv: KvKind = "f32", least: float = 0.0
+) -> None:
+    """Assert that logits are those of the reference, within `TOLERANCES` of the largest one or of `least`."""
+    assert got.shape == expected.shape
+    assert np.isfinite(expected).all()
+    assert np.abs(got - expected).max() <= TOLERANCES[kv] * max(least, np.abs(expected).max())
 
 
 class LogitTicket(Ticket, Protocol):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from benches.peers.plan import GRAIN, Plan
-from benches.peers.protocol import Measurement, Setup
+from benches.peers.plan import GRAIN, Plan, environment
+from benches.peers.protocol import Measurement, Setup, Task
 from benches.peers.table import HEAD, Row, Side, markdown, numbers, shared_beginning
 from benches.peers.worker_process import Command, Worker, WorkerFailed
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TOKENS = [[1, 2, 3, 4], [5, 6, 7, 8]]
 PROMPTS = [[0] * 62 for _ in range(32)]
+SETUP = Setup("demo", "file", "f16", 1, 1, 256, 256)
 PLAN = Plan(batches=(1, 8, 32), halved=8, new_tokens=128, pairs=5, threads=2)
 
 
@@ -96,4 +97,44 @@ def test_pools_are_whole_grains_and_the_half_one_is_half() -> None:
 def test_a_worker_that_does_not_start_says_why(tmp_path: Path, python: Path, module: str, problem: str) -> None:
     command = Command(python, module, tmp_path, tmp_path / "log", {})
     with pytest.raises(WorkerFailed, match=problem):
-        Worker(command, Setup("demo", "file", "f16", 1, 1, 256, 256))
+        Worker(command, SETUP)
+
+
+def small_worker(folder: Path, program: str, **limits: float) -> Command:
+    """Return a worker that runs `program`."""
+    (folder / "small_worker.py").write_text(program, "utf-8")
+    return Command(Path(sys.executable), "small_worker", folder, folder / "log", {}, **limits)
+
+
+READY = 'print(\'{"version": "1", "kv_positions": 256}\', flush=True)'
+
+
+def test_a_worker_that_hangs_fails_in_time_and_ever_after(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match=r"it gave no answer within 0\.2 seconds; see log"):
+        Worker(small_worker(tmp_path, "import time; time.sleep(60)", open_within_s=0.2), SETUP)
+    program = f"import sys, time; sys.stdin.readline(); {READY}; time.sleep(60)"
+    with Worker(small_worker(tmp_path, program, run_within_s=0.2), SETUP) as worker:
+        assert worker.ready.kv_positions == 256
+        for _ in range(2):
+            with pytest.raises(WorkerFailed, match=r"it gave no answer within 0\.2 seconds; see log"):
+                worker.run(Task([[1]], 1))
+
+
+def test_a_worker_that_ends_in_a_run_says_with_what_and_ever_after(tmp_path: Path) -> None:
+    program = f"import sys; sys.stdin.readline(); {READY}; sys.stdin.readline(); sys.exit(3)"
+    with Worker(small_worker(tmp_path, program), SETUP) as worker:
+        for _ in range(2):
+            with pytest.raises(WorkerFailed, match="it ended with status 3; see log"):
+                worker.run(Task([[1]], 1))
+
+
+def test_what_a_user_preloads_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openmp = tmp_path / "lib" / "libiomp5.so"
+    openmp.parent.mkdir()
+    openmp.touch()
+    monkeypatch.setattr("ctypes.util.find_library", lambda _: None)
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert environment("vLLM", 1, tmp_path, tmp_path)["LD_PRELOAD"] == str(openmp)
+    monkeypatch.setenv("LD_PRELOAD", "libtheirs.so")
+    assert environment("vLLM", 1, tmp_path, tmp_path)["LD_PRELOAD"] == f"{openmp}:libtheirs.so"
+    assert "LD_PRELOAD" not in environment("llama.cpp", 1, tmp_path, tmp_path)

@@ -5,33 +5,22 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from device_kinds import DeviceKind
+from device_kinds import CPU, DeviceKind
 from engine_kit import alone, ask, tiny_model
 from reprieve import Engine
-from reprieve.device.cpu import CpuDevice, checked_threads
-from reprieve.device.cpu_weights import CpuWeights
+from reprieve.device.cpu import checked_threads
 from reprieve.device.row_tiles import same_bits
 from reprieve.errors import InvalidArgument
 from reprieve.loading import from_weights, load
 from tiny_models import Row, Runner, make_step, tiny_config, tiny_weights
 
-if TYPE_CHECKING:
-    from reprieve.model.config import ModelConfig
-    from reprieve.model.weights import ModelWeights
-
 HERE = Path(__file__).parent
-
-
-def cpu_device(config: ModelConfig, model: ModelWeights, threads: int, num_blocks: int = 20) -> CpuDevice:
-    return CpuDevice(
-        CpuWeights(config, model), num_blocks=num_blocks, block_size=4, num_slots=4, kv="f32", threads=threads
-    )
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, True, "2", 2**40])
@@ -39,11 +28,12 @@ def test_a_number_of_threads_that_cannot_be_is_refused_before_a_model_is_looked_
     said = f"threads: must be None or an integer from 1 to 1024, not {threads!r}"
     config = tiny_config()
     model = tiny_weights(config)
+    weights = CPU.weights(config, model)
     for call in (
         lambda: load("./absent.gguf", threads=threads),  # type: ignore[arg-type]
         lambda: Engine("./absent.gguf", threads=threads),  # type: ignore[arg-type]
         lambda: from_weights("tiny", config, model, threads=threads),  # type: ignore[arg-type]
-        lambda: cpu_device(config, model, threads),  # type: ignore[arg-type]
+        lambda: DeviceKind("cpu", threads).device(weights),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidArgument) as caught:
             call()
@@ -63,21 +53,19 @@ def test_threads_are_those_asked_for_or_one_per_core() -> None:
 @pytest.mark.parametrize("threads", [5, 16, 64])
 def test_more_threads_than_there_is_work_give_the_same_bits(threads: int) -> None:
     config = tiny_config(vocab_size=3)
-    model = tiny_weights(config)
-    many, one = (Runner.of(cpu_device(config, model, count)) for count in (threads, 1))
+    weights = CPU.weights(config, tiny_weights(config))
+    many, one = (Runner.of(DeviceKind("cpu", count).device(weights)) for count in (threads, 1))
     for at, tokens in ((0, [1, 2, 0, 1]), (4, [2]), (5, [1])):
         assert same_bits(many.run([Row(0, at, tokens)])[0], one.run([Row(0, at, tokens)])[0])
 
 
 def test_two_devices_share_weights_and_nothing_else() -> None:
     config = tiny_config()
-    weights = CpuWeights(config, tiny_weights(config))
-    settings = {"num_blocks": 9, "block_size": 4, "num_slots": 2}
+    weights = CPU.weights(config, tiny_weights(config))
     first, second = (
-        Runner.of(CpuDevice(weights, **settings, kv="f32", threads=threads), seed)  # type: ignore[arg-type]
-        for seed, threads in ((1, 2), (2, 1))
+        Runner.of(DeviceKind("cpu", threads).device(weights, 9, 4, 2), seed) for seed, threads in ((1, 2), (2, 1))
     )
-    alone_bits = Runner.of(CpuDevice(weights, **settings, kv="f32", threads=1)).run([Row(0, 0, [3, 1, 4])])[0]  # type: ignore[arg-type]
+    alone_bits = Runner.of(CPU.device(weights, 9, 4, 2)).run([Row(0, 0, [3, 1, 4])])[0]
     for runner in (first, second):
         runner.run([Row(1, 0, [5, 9, 2, 6])])
         assert same_bits(runner.run([Row(0, 0, [3, 1, 4])])[0], alone_bits)
@@ -105,10 +93,42 @@ def test_engines_in_two_python_threads_at_once_answer_as_alone(threads: int) -> 
         assert answers[number] == [alone(ask(9 + number, 20, seed)).tokens for seed in range(6)]
 
 
+def check_costs_nothing_at_rest() -> None:
+    """Assert that all threads of this process sleep. Nothing but time shows it, so this waits."""
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+def test_threads_are_asleep_between_steps(threads: int) -> None:
+    config = tiny_config()
+    kind = DeviceKind("cpu", threads)
+    device = kind.device(kind.weights(config, tiny_weights(config)))
+    device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 0)]))
+    check_costs_nothing_at_rest()
+    device.launch(make_step([Row(0, 3, [4])], []))
+    check_costs_nothing_at_rest()
+
+
+def test_engines_that_are_idle_cost_nothing() -> None:
+    model = tiny_model(kind=DeviceKind("cpu", 2))
+    with Engine(model, kv_blocks=30, block_size=4) as first, Engine(model, kv_blocks=30, block_size=4) as second:
+        handles = [engine.submit(ask(9, 20)) for engine in (first, second)]
+        for _ in range(5):  # one after the other, in the middle of decoding
+            first.step()
+            second.step()
+        check_costs_nothing_at_rest()
+        for engine, handle in zip((first, second), handles, strict=True):
+            engine.run()
+            assert handle.tokens == alone(ask(9, 20)).tokens
+        check_costs_nothing_at_rest()
+
+
 def test_python_goes_on_while_a_step_is_computed() -> None:
     """A step of a tenth of a second or so; another thread runs meanwhile, as the GIL is given up."""
     config = tiny_config((8, 8, 64), hidden=512)
-    device = cpu_device(config, tiny_weights(config), threads=1, num_blocks=100)
+    device = CPU.device(CPU.weights(config, tiny_weights(config)), num_blocks=100)
     step = make_step([Row(0, 0, [1] * 400)], [(0, index, index) for index in range(100)])
     started, done = threading.Event(), threading.Event()
 

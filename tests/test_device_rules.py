@@ -108,6 +108,7 @@ def test_bad_blocks_and_images_are_refused_and_nothing_is_written(device: LogitD
         ([0, -1], image, r"\[-1\] are not among"),
         ([0], image, f"image: must be {size} bytes .*1 blocks of {size}.* not (uint8 .)?{2 * size}"),
         ([0, 1], image.view(np.float32), "image: must be"),
+        ([0, 1], image.reshape(2, size), "image: must be"),
         ([4, 4], image, r"names a block twice: \[4, 4\]"),
     ):
         with pytest.raises(InvalidArgument, match=message):

@@ -109,7 +109,7 @@ def test_native_is_named_by_the_engine_and_the_cpu_device_and_no_gpu_library_by_
         assert not any(name.split(".")[0] in {"cupy", "torch"} for name in names), path
         if any(name.startswith("reprieve._native") for name in names):
             native.add(path.relative_to(PYTHON).as_posix())
-    assert native == {"engine.py", "device/cpu.py", "device/cpu_weights.py"}
+    assert native == {"engine.py", "device/cpu.py"}
 
 
 def test_the_architecture_sees_ops_only() -> None:

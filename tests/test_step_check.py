@@ -10,6 +10,7 @@ import pytest
 
 from device_kinds import CPU, REFERENCE, DeviceKind
 from reprieve.device.reference import ReferenceDevice
+from reprieve.device.row_tiles import same_bits
 from reprieve.errors import InvalidArgument
 from tiny_models import Row, make_step, tiny_config, tiny_weights
 
@@ -67,6 +68,19 @@ BAD_STEPS: dict[str, dict[str, NDArray[Any]]] = {
     "step.table_changes (block): must be from 0 to 19, not [-1]": {"table_changes": int32(2, 0, -1).reshape(1, 3)},
     "slot 0 needs blocks for 5 positions, its table lacks entries [1]": {"table_changes": int32(2, 0, 5).reshape(1, 3)},
     "slot 2 needs blocks for 3 positions, its table lacks entries [0]": {"table_changes": int32(0, 1, 5).reshape(1, 3)},
+    "step.table_changes: block 3 would be written for two places": {
+        "table_changes": int32(0, 1, 3, 2, 0, 5).reshape(2, 3)
+    },
+    "step.table_changes: block 4 would be written for two places": {
+        "table_changes": int32(0, 1, 4, 2, 0, 4).reshape(2, 3)
+    },
+    # Two tables of the same two blocks, of which the lowest is named.
+    "step.table_changes: block 6 would be written for two places": {
+        "starts": int32(3, 3),
+        "positions": int32(3, 4, 3, 4, 5),
+        "kv_lengths": int32(5, 6),
+        "table_changes": int32(0, 0, 7, 0, 1, 6, 2, 0, 6, 2, 1, 7).reshape(4, 3),
+    },
     "step: has no rows": {
         name: np.zeros(0, np.uint64 if name == "seqs" else np.uint8 if name == "readback" else np.int32)
         for name in ("token_ids", "positions", "seqs", "slots", "starts", "num_new", "kv_lengths", "readback")
@@ -104,6 +118,16 @@ def test_a_bad_step_is_refused_with_its_numbers_and_nothing_is_written(device: L
         with pytest.raises(InvalidArgument, match=rf"slot {slot} needs .* its table lacks entries \[{index}\]"):
             device.launch(make_step([Row(slot, 4 * index, [1])], []))
     assert device.launch(good_step()).settle().tokens.tolist() == GOOD_TOKENS
+
+
+def test_a_block_that_is_only_read_may_stand_in_two_tables(device: LogitDevice) -> None:
+    first = device.launch(make_step([Row(0, 0, [1, 2, 3, 4])], [(0, 0, 3)]))
+    assert first.settle().tokens.min() >= 0
+    shared = device.gather([3])
+    ticket = device.launch(make_step([Row(0, 4, [5]), Row(2, 4, [5])], [(0, 1, 4), (2, 0, 3), (2, 1, 6)]))
+    assert same_bits(ticket.logits[0], ticket.logits[1])
+    assert np.array_equal(device.gather([4]), device.gather([6]))
+    assert np.array_equal(device.gather([3]), shared)
 
 
 def test_a_slot_that_is_given_to_another_sequence_forgets_its_table(device: LogitDevice) -> None:

@@ -90,6 +90,7 @@ def environment(engine: str, threads: int, installed: Path, cache: Path) -> dict
         openmp = installed / "lib" / "libiomp5.so"
         preloaded = [str(openmp)] if openmp.exists() else []
         preloaded += [name for name in [ctypes.util.find_library("tcmalloc_minimal")] if name]
+        preloaded += filter(None, [os.environ.get("LD_PRELOAD")])  # what the user has there stays
         cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
         settings |= {
             "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",

@@ -30,12 +30,12 @@ class ReprieveRunner:
 
     @property
     def ready(self) -> Ready:
-        return Ready(f"{__version__}, device {self._model.device}", self._blocks * BLOCK_SIZE)
+        with self._engine() as engine:
+            pool = engine.config.kv_blocks * engine.config.block_size
+        return Ready(f"{__version__}, device {self._model.device}", pool)
 
     def run(self, task: Task) -> Measurement:
-        with Engine(
-            self._model, kv=self._kv, kv_blocks=self._blocks, block_size=BLOCK_SIZE, max_slots=self._sequences
-        ) as engine:
+        with self._engine() as engine:
             tokens: list[list[int]] = [[] for _ in task.prompts]
             watch = Watch(tokens)
             handles = [
@@ -48,6 +48,11 @@ class ReprieveRunner:
             failed = [handle.finish_reason for handle in handles if handle.finish_reason != "length"]
             parks = engine.stats.parks_by_spill + engine.stats.parks_by_replay
             return watch.measurement(parks=parks, stopped=f"ended with {failed[0]}" if failed else "")
+
+    def _engine(self) -> Engine:
+        return Engine(
+            self._model, kv=self._kv, kv_blocks=self._blocks, block_size=BLOCK_SIZE, max_slots=self._sequences
+        )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from typing import Any, Final
 from benches.peers.protocol import Measurement, Ready, Setup, Task, Watch, serve
 
 BLOCK_SIZE: Final = 32
+NULL_BLOCKS: Final = 1
+"""Blocks of vLLM's pool that it never gives out."""
 
 
 class VllmRunner:
@@ -25,7 +27,6 @@ class VllmRunner:
         if setup.weights != setup.kv:
             raise ValueError(f"kv must be {setup.weights} as the weights are, vLLM's default, not {setup.kv}")
         dtype = {"bf16": "bfloat16", "f16": "float16"}[setup.weights]
-        self._blocks = setup.kv_positions // BLOCK_SIZE
         self._llm = self._vllm.LLM(
             model=setup.model,
             skip_tokenizer_init=True,
@@ -33,7 +34,7 @@ class VllmRunner:
             max_model_len=setup.context,
             max_num_seqs=setup.sequences,
             block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=self._blocks + 1,  # one of them is never given out
+            num_gpu_blocks_override=setup.kv_positions // BLOCK_SIZE + NULL_BLOCKS,
             enable_prefix_caching=False,
             disable_log_stats=False,  # they hold the number of preemptions
         )
@@ -41,7 +42,8 @@ class VllmRunner:
 
     @property
     def ready(self) -> Ready:
-        return Ready(self._vllm.__version__, self._blocks * BLOCK_SIZE)
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        return Ready(self._vllm.__version__, (cache.num_gpu_blocks - NULL_BLOCKS) * cache.block_size)
 
     def run(self, task: Task) -> Measurement:
         engine = self._llm.llm_engine

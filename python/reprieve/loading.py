@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from reprieve.device.cpu import MOST_THREADS, CpuDevice, checked_threads
@@ -101,12 +101,11 @@ def load(
     Raises `InvalidArgument` for an unknown setting, `ModelFileError` for a file that is damaged or not supported, and,
     on the reference device, `InexactProduct` where this machine's BLAS cannot decode exactly.
     """
-    _check(device, weights, threads)
+    choice = _Choice.of(device, weights, threads)  # refused before a model is looked for
     path = resolve_model(model)
     opened = load_model(path)
     text = load_text(path, opened.metadata)
-    name = name or hub_name(model, path) or opened.name
-    return from_weights(name, opened.config, opened.weights, text, device=device, weights=weights, threads=threads)
+    return _loaded(name or hub_name(model, path) or opened.name, opened.config, opened.weights, text, choice)
 
 
 def from_weights(  # noqa: PLR0913  keywords, each with a default
@@ -120,53 +119,62 @@ def from_weights(  # noqa: PLR0913  keywords, each with a default
     threads: int | None = None,
 ) -> LoadedModel:
     """Return a model whose weights come from anywhere, see `ModelWeights`; the rest is as for `load`."""
-    _check(device, weights, threads)
+    return _loaded(name, config, model, text, _Choice.of(device, weights, threads))
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What was chosen to load a model with, checked: `device` is "cpu" or "reference", `threads` how many compute."""
+
+    device: str
+    weights: Rounding
+    threads: int
+
+    @classmethod
+    def of(cls, device: str, weights: Rounding, threads: int | None) -> _Choice:
+        """Return what these settings of `load` come to; `InvalidArgument` if no model could be loaded with them."""
+        if device not in DEVICES:
+            raise InvalidArgument("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
+        if weights not in WEIGHTS:
+            raise InvalidArgument("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
+        num_threads = checked_threads(threads)
+        if device != "reference":
+            return cls("cpu", weights, num_threads)
+        if threads is not None:
+            raise InvalidArgument("threads", f"is {threads}, and the reference device computes with one thread")
+        return cls("reference", weights, 1)
+
+
+def _loaded(name: str, config: ModelConfig, model: ModelWeights, text: Text | None, choice: _Choice) -> LoadedModel:
+    """Load the weights, for the ids that `text` has."""
     if text is not None and text.tokenizer.num_ids < config.vocab_size:
         # The output is padded to a round number of rows; an id that is no token must never be chosen.
         vocab_size = text.tokenizer.num_ids
         eos_ids = tuple(token_id for token_id in config.eos_ids if token_id < vocab_size)
         config = replace(config, vocab_size=vocab_size, eos_ids=eos_ids)
-    if device == "reference":
-        make_reference = _reference(ReferenceWeights(config, model, weights))
-        return LoadedModel(name, config, text, device, weights, 1, "f32", TILE_HEIGHTS[0], make_reference)
-    num_threads = checked_threads(threads)
-    make_cpu = _cpu(CpuWeights(config, model, weights), num_threads)
-    return LoadedModel(name, config, text, "cpu", weights, num_threads, "f16", _CPU_ROW_TILE, make_cpu)
+    is_reference = choice.device == "reference"
+    make_device = _on_reference if is_reference else _on_cpu
+    return LoadedModel(
+        name=name,
+        config=config,
+        text=text,
+        device=choice.device,
+        weights=choice.weights,
+        threads=choice.threads,
+        kv="f32" if is_reference else "f16",
+        row_tile=TILE_HEIGHTS[0] if is_reference else _CPU_ROW_TILE,
+        make_device=make_device(config, model, choice),
+    )
 
 
-def _check(device: str, weights: Rounding, threads: int | None) -> None:
-    """Raise `InvalidArgument` for a setting that no model could be loaded with."""
-    if device not in DEVICES:
-        raise InvalidArgument("device", f"must be one of {', '.join(DEVICES)}, not {device!r}")
-    if weights not in WEIGHTS:
-        raise InvalidArgument("weights", f"must be one of {', '.join(WEIGHTS)}, not {weights!r}")
-    checked_threads(threads)
-    if device == "reference" and threads is not None:
-        raise InvalidArgument("threads", f"is {threads}, and the reference device computes with one thread")
+# The fields of `DeviceSettings` are keywords of every device.
 
 
-def _cpu(shared: CpuWeights, threads: int) -> Callable[[DeviceSettings], CpuDevice]:
-    def make_device(settings: DeviceSettings) -> CpuDevice:
-        return CpuDevice(
-            shared,
-            num_blocks=settings.num_blocks,
-            block_size=settings.block_size,
-            num_slots=settings.num_slots,
-            kv=settings.kv,
-            threads=threads,
-        )
-
-    return make_device
+def _on_cpu(config: ModelConfig, model: ModelWeights, choice: _Choice) -> Callable[[DeviceSettings], Device]:
+    shared = CpuWeights(config, model, choice.weights)
+    return lambda settings: CpuDevice(shared, **asdict(settings), threads=choice.threads)
 
 
-def _reference(shared: ReferenceWeights) -> Callable[[DeviceSettings], ReferenceDevice]:
-    def make_device(settings: DeviceSettings) -> ReferenceDevice:
-        return ReferenceDevice(
-            shared,
-            num_blocks=settings.num_blocks,
-            block_size=settings.block_size,
-            num_slots=settings.num_slots,
-            kv=settings.kv,
-        )
-
-    return make_device
+def _on_reference(config: ModelConfig, model: ModelWeights, choice: _Choice) -> Callable[[DeviceSettings], Device]:
+    shared = ReferenceWeights(config, model, choice.weights)
+    return lambda settings: ReferenceDevice(shared, **asdict(settings))

@@ -76,7 +76,7 @@ fn id(token: usize) -> i32 {
 mod tests {
     use super::*;
     use crate::cpu::lanes::InstructionSet;
-    use crate::cpu::matrix::tests::Random;
+    use crate::cpu::testing::Random;
 
     fn naive(logits: &[f32], is_allowed: impl Fn(usize) -> bool) -> i32 {
         let allowed: Vec<usize> = (0..logits.len()).filter(|&token| is_allowed(token)).collect();

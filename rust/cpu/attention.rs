@@ -9,7 +9,7 @@ use std::array;
 use std::ops::Range;
 
 use super::kv::{Blocks, Element, F32, KvPool, KvShape, Numbers, Position, Strip};
-use super::lanes::{Kernel, LANES, Lanes};
+use super::lanes::{InstructionSet, Kernel, LANES, Lanes};
 use tile::{Chunk, KV_TILE, MAX_PAIRS, STRIPS, Tile};
 
 /// The keys and values to look at.
@@ -115,9 +115,8 @@ impl Gathered {
 /// # Panics
 /// If the lengths do not fit each other, the table is too short or names a block that is not there, or the scratch is
 /// for fewer heads or another head size.
-#[inline(always)]
-pub(crate) unsafe fn attend<L: Lanes>(
-    lanes: L,
+pub(crate) unsafe fn attend(
+    set: InstructionSet,
     pool: &KvPool,
     place: Place<'_>,
     queries: Queries<'_>,
@@ -125,13 +124,13 @@ pub(crate) unsafe fn attend<L: Lanes>(
     scratch: &mut Scratch,
 ) {
     match pool.numbers() {
-        Numbers::F32(blocks) => lanes.run(Attend { blocks, place, queries, out, scratch }),
-        Numbers::F16(blocks) => lanes.run(Attend { blocks, place, queries, out, scratch }),
-        Numbers::Bf16(blocks) => lanes.run(Attend { blocks, place, queries, out, scratch }),
+        Numbers::F32(blocks) => set.run(Attend { blocks, place, queries, out, scratch }),
+        Numbers::F16(blocks) => set.run(Attend { blocks, place, queries, out, scratch }),
+        Numbers::Bf16(blocks) => set.run(Attend { blocks, place, queries, out, scratch }),
     }
 }
 
-/// [`attend`] over blocks of one type.
+/// [`attend`] over blocks of one type, made there alone: nobody writes to the row's blocks while there is one.
 struct Attend<'a, E: Element> {
     blocks: &'a Blocks<E>,
     place: Place<'a>,
@@ -158,20 +157,25 @@ impl<E: Element> Kernel for Attend<'_, E> {
             let count = most.min(num_queries - query).min(KV_TILE - first_position % KV_TILE);
             let range = query * query_len..(query + count) * query_len;
             let together = Queries { values: &queries.values[range.clone()], first_position, ..queries };
-            attend_together(lanes, blocks, place, together, (&mut out[range], scratch));
+            // SAFETY: as `attend` was promised.
+            unsafe { attend_together(lanes, blocks, place, together, &mut out[range], scratch) };
             query += count;
         }
     }
 }
 
 /// Attends with queries that end in the same tile, so that every tile but the last is seen by all of them.
+///
+/// # Safety
+/// As for [`attend`].
 #[inline(always)]
-fn attend_together<L: Lanes, E: Element>(
+unsafe fn attend_together<L: Lanes, E: Element>(
     lanes: L,
     blocks: &Blocks<E>,
     place: Place<'_>,
     queries: Queries<'_>,
-    (mut out, scratch): (&mut [f32], &mut Scratch),
+    mut out: &mut [f32],
+    scratch: &mut Scratch,
 ) {
     let KvShape { head_size, block_size, .. } = blocks.shape();
     let pairs = queries.values.len() / head_size;
@@ -187,7 +191,7 @@ fn attend_together<L: Lanes, E: Element>(
     for start in (0..end).step_by(KV_TILE) {
         let num_strips = (end - start).min(KV_TILE).div_ceil(LANES);
         if block_size.is_multiple_of(LANES) && head_size.is_multiple_of(LANES) {
-            // SAFETY: nobody writes to the row's blocks.
+            // SAFETY: as the caller promises.
             let strip_at = |position| unsafe { blocks.strip(place.position(position, block_size)) };
             let (mut strips, mut next) = ([Strip::EMPTY; STRIPS], [Strip::EMPTY; STRIPS]);
             for (index, (strip, next)) in strips[..num_strips].iter_mut().zip(&mut next).enumerate() {
@@ -200,7 +204,7 @@ fn attend_together<L: Lanes, E: Element>(
                 chunk.merge(lanes, tile);
             }
         } else {
-            // SAFETY: nobody writes to the row's blocks.
+            // SAFETY: as the caller promises.
             let strips = unsafe { scratch.gathered.gather(blocks, place, start..end.min(start + KV_TILE)) };
             let tile = Tile { start, strips: &strips[..num_strips], next: &strips[..num_strips] };
             for chunk in &mut *chunks {

@@ -84,12 +84,25 @@ pub(crate) struct Q41Cell {
     pub nibbles: [[u8; LANES]; QUANT_BLOCK],
 }
 
-// SAFETY (of the six): numbers with no padding between them, of which any bits are valid.
+// Cells have the bytes of their numbers and no padding.
+const _: () = assert!(size_of::<F32Cell>() == 4 * PANEL);
+const _: () = assert!(size_of::<F16Cell>() == 2 * PANEL);
+const _: () = assert!(size_of::<Bf16Cell>() == 2 * PANEL);
+const _: () = assert!(size_of::<Q8Cell>() == 2 * PANEL + QUANT_BLOCK * PANEL);
+const _: () = assert!(size_of::<Q40Cell>() == 2 * PANEL + QUANT_BLOCK * LANES);
+const _: () = assert!(size_of::<Q41Cell>() == 4 * PANEL + QUANT_BLOCK * LANES);
+
+// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for F32Cell {}
+// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for F16Cell {}
+// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for Bf16Cell {}
+// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for Q8Cell {}
+// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for Q40Cell {}
+// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for Q41Cell {}
 
 impl Cell for F32Cell {

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::argmax::TOKEN_NOT_READ;
-use super::execute::{Bench, Context, OP_KINDS, Run, buffer_len, logits_range};
+use super::execute::{Context, OP_KINDS, Run, Workspace, buffer_len, logits_range};
 use super::kv::{KvKind, KvPool, KvShape};
 use super::lanes::InstructionSet;
 use super::memory::{OutOfMemory, Shared};
@@ -68,7 +68,7 @@ pub struct CpuDevice {
     threads: Threads,
     set: InstructionSet,
     buffers: Vec<Shared<f32>>,
-    benches: Vec<Mutex<Bench>>,
+    workspaces: Vec<Mutex<Workspace>>,
     seconds: Mutex<[f64; OP_KINDS.len()]>,
     /// Rows whose logits lie in the buffer of the logits.
     num_read: usize,
@@ -81,13 +81,14 @@ impl CpuDevice {
     /// Where there is no memory.
     ///
     /// # Panics
-    /// If a setting is 0 or `rope` has too few positions.
+    /// If a setting is 0, or `rope` has too few positions or is for heads of another size.
     pub fn new(program: Program, settings: DeviceSettings, rope: RopeTable) -> Result<Self, OutOfMemory> {
         let DeviceSettings { num_blocks, block_size, num_slots, context_length, kv, threads, set } = settings;
         let most = context_length.min(num_blocks.saturating_mul(block_size));
-        assert!(rope.positions() >= most, "{} positions of {most}", rope.positions());
-        assert!(num_slots > 0, "no slot");
         let shape = program.shape;
+        assert!(rope.positions() >= most, "{} positions of {most}", rope.positions());
+        assert_eq!(2 * rope.half(), shape.head_size, "angles for heads of another size");
+        assert!(num_slots > 0 && context_length > 0, "{num_slots} slots, {context_length} positions");
         let kv_shape = KvShape {
             num_blocks,
             layers: shape.num_layers,
@@ -98,13 +99,13 @@ impl CpuDevice {
         let buffers = (0..program.num_buffers).map(|_| Shared::zeroed(0)).collect::<Result<_, _>>()?;
         Ok(Self {
             pool: KvPool::new(kv_shape, kv)?,
-            tables: BlockTables::new(num_slots),
+            tables: BlockTables::new(num_slots)?,
             rope,
             limits: StepLimits { num_slots, num_blocks, block_size, context_length, vocab_size: shape.vocab_size },
             threads: Threads::new(threads),
             set,
             buffers,
-            benches: (0..threads).map(|_| Mutex::new(Bench::new(shape))).collect(),
+            workspaces: (0..threads).map(|_| Mutex::new(Workspace::new(shape))).collect(),
             seconds: Mutex::default(),
             num_read: 0,
             program,
@@ -121,7 +122,6 @@ impl CpuDevice {
         let num_read = checked.read_rows.len();
         if let Err(error) = self.grow_buffers(checked.token_ids.len(), num_read) {
             self.tables.restore(saved);
-            self.num_read = 0; // some of its buffers may be new
             return Err(LaunchError::OutOfMemory(error));
         }
         // Everything that can fail is above this line.
@@ -131,15 +131,16 @@ impl CpuDevice {
             program: &self.program,
             step: &checked,
             tables: &self.tables,
-            pool: &self.pool,
+            pool: &mut self.pool,
             rope: &self.rope,
             set: self.set,
-            buffers: &self.buffers,
-            benches: &self.benches,
+            buffers: &mut self.buffers,
+            workspaces: &self.workspaces,
             tokens: &tokens,
             seconds: &self.seconds,
         });
-        self.threads.run(&|worker| run.work(worker));
+        // SAFETY: `Threads::run` calls it once on each thread of its crew.
+        self.threads.run(&|worker| unsafe { run.work(worker) });
         Ok(tokens.iter().map(|token| token.load(Ordering::Relaxed)).collect())
     }
 
@@ -188,14 +189,21 @@ impl CpuDevice {
         *self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes every buffer large enough for a step; none shrinks.
+    /// Makes every buffer large enough for a step, or none; none shrinks. What was in those that grow is lost.
     fn grow_buffers(&mut self, num_tokens: usize, num_read: usize) -> Result<(), OutOfMemory> {
+        let mut lens = vec![0; self.buffers.len()];
         for value in &self.program.values {
-            let needed = buffer_len(*value, num_tokens, num_read);
-            let buffer = &mut self.buffers[value.buffer.0];
-            if buffer.len() < needed {
-                *buffer = Shared::zeroed(needed)?;
+            let len = &mut lens[value.buffer.0];
+            *len = buffer_len(*value, num_tokens, num_read).max(*len);
+        }
+        let mut larger = Vec::new();
+        for (index, (buffer, len)) in self.buffers.iter().zip(lens).enumerate() {
+            if buffer.len() < len {
+                larger.push((index, Shared::zeroed(len)?));
             }
+        }
+        for (index, buffer) in larger {
+            self.buffers[index] = buffer;
         }
         Ok(())
     }

@@ -10,12 +10,12 @@ use super::attention::{self, Place, Queries};
 use super::cells::PANEL;
 use super::groups::Groups;
 use super::kv::KvPool;
-use super::lanes::{InstructionSet, Kernel, Lanes};
-use super::linear::Product;
+use super::lanes::InstructionSet;
+use super::linear::{PanelOutputs, Product};
 use super::memory::Shared;
 use super::norm::{HeadNorm, RmsNorm};
 use super::program::{LinearPart, ModelShape, Op, Order, Program, Rows, Value};
-use super::rope::{RopeTable, rotate};
+use super::rope::{RopeTable, Rotate};
 use super::step::{BlockTables, CheckedStep};
 use super::swiglu::Swiglu;
 use super::threads::Worker;
@@ -54,7 +54,7 @@ struct AttentionUnit {
 
 /// What a thread keeps for itself.
 #[derive(Debug)]
-pub(crate) struct Bench {
+pub(crate) struct Workspace {
     /// One row of whatever is the widest.
     row: Vec<f32>,
     second: Vec<f32>,
@@ -63,7 +63,7 @@ pub(crate) struct Bench {
     attention: attention::Scratch,
 }
 
-impl Bench {
+impl Workspace {
     pub(crate) fn new(shape: ModelShape) -> Self {
         let group = shape.num_heads / shape.num_kv_heads;
         Self {
@@ -76,19 +76,18 @@ impl Bench {
     }
 }
 
-/// Everything that a step reads and writes.
-#[derive(Clone, Copy)]
+/// Everything that a step reads and writes. What its threads write is borrowed for it alone.
 pub(crate) struct Context<'a> {
     pub program: &'a Program,
     pub step: &'a CheckedStep,
     pub tables: &'a BlockTables,
-    pub pool: &'a KvPool,
+    pub pool: &'a mut KvPool,
     pub rope: &'a RopeTable,
     pub set: InstructionSet,
     /// Large enough for the values of this step.
-    pub buffers: &'a [Shared<f32>],
+    pub buffers: &'a mut [Shared<f32>],
     /// One for each thread.
-    pub benches: &'a [Mutex<Bench>],
+    pub workspaces: &'a [Mutex<Workspace>],
     /// Tokens of the step's rows.
     pub tokens: &'a [AtomicI32],
     /// Seconds per kind of operation.
@@ -105,36 +104,42 @@ pub(crate) struct Run<'a> {
     groups: [Groups; 2],
 }
 
-// SAFETY (of the reads and writes of buffers below): an operation reads values that earlier ones made, and threads meet
-// between operations; what it makes lies in buffers that it does not read (`Recorder::assign_buffers`); and its units,
-// each taken by one thread, make different rows or different columns.
+// Why the reads and writes of buffers below are sound (their SAFETY comments name these rules):
+//
+//   alone      nobody outside the run has the buffers or the pool: `Context` borrows them mutably
+//   earlier    an operation reads values that earlier ones made, and threads meet between operations
+//   elsewhere  what it makes lies in buffers that it does not read: see `program::plan::assign_buffers`
+//   apart      its units, each taken by one thread, make different rows or different columns
 impl<'a> Run<'a> {
     pub(crate) fn new(context: Context<'a>) -> Self {
-        let Context { program, step, set, benches, .. } = context;
-        let groups = [step.token_ids.len(), step.read_rows.len()].map(|rows| Groups::new(rows, set.max_rows()));
+        let step = context.step;
+        let max_rows = context.set.max_rows();
         Self {
+            units: attention_units(context.program.shape, step, context.workspaces.len()),
+            taken: context.program.ops.iter().map(|_| AtomicUsize::new(0)).collect(),
+            groups: [step.token_ids.len(), step.read_rows.len()].map(|rows| Groups::new(rows, max_rows)),
             context,
-            units: attention_units(program.shape, step, benches.len()),
-            taken: program.ops.iter().map(|_| AtomicUsize::new(0)).collect(),
-            groups,
         }
     }
 
     /// One thread's part of the step.
-    pub(crate) fn work(&self, worker: Worker<'_>) {
-        let mut bench = self.context.benches[worker.index].lock().unwrap_or_else(PoisonError::into_inner);
+    ///
+    /// # Safety
+    /// The threads of one crew call this, each once: those that share a unit's results meet at one barrier.
+    pub(crate) unsafe fn work(&self, worker: Worker<'_>) {
+        let mut workspace = self.context.workspaces[worker.index].lock().unwrap_or_else(PoisonError::into_inner);
         let mut seconds = [0.0; OP_KINDS.len()];
         let mut begin = Instant::now();
         for (op, taken) in self.context.program.ops.iter().zip(&self.taken) {
             let units = self.num_units(op);
-            let at_once = (units / (self.context.benches.len() * TURNS)).max(1);
+            let at_once = (units / (self.context.workspaces.len() * TURNS)).max(1);
             loop {
                 let first = taken.fetch_add(at_once, Ordering::Relaxed);
                 if first >= units {
                     break;
                 }
                 for unit in first..units.min(first + at_once) {
-                    self.unit(op, unit, &mut bench);
+                    self.unit(op, unit, &mut workspace);
                 }
             }
             worker.meet();
@@ -175,26 +180,26 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn unit(&self, op: &Op<Value>, unit: usize, bench: &mut Bench) {
+    fn unit(&self, op: &Op<Value>, unit: usize, workspace: &mut Workspace) {
         match *op {
             Op::Embed { table, out } => {
-                self.make_row(out, unit, &mut bench.row, |row| {
+                self.make_row(out, unit, &mut workspace.row, |row| {
                     self.context.program.matrix(table).row(self.context.step.token_ids[unit], row);
                 });
             }
-            Op::RmsNorm { x, weight, eps, out } => self.make_row(out, unit, &mut bench.row, |row| {
+            Op::RmsNorm { x, weight, eps, out } => self.make_row(out, unit, &mut workspace.row, |row| {
                 let weight = self.context.program.vector(weight);
                 self.context.set.run(RmsNorm { x: self.row(x, unit), weight, eps, out: row });
             }),
             Op::AddRmsNorm { x, residual, weight, eps, out, total } => {
-                self.make_row(total, unit, &mut bench.second, |row| {
+                self.make_row(total, unit, &mut workspace.second, |row| {
                     for ((sum, x), residual) in row.iter_mut().zip(self.row(x, unit)).zip(self.row(residual, unit)) {
                         *sum = x + residual;
                     }
                 });
-                self.make_row(out, unit, &mut bench.row, |row| {
+                self.make_row(out, unit, &mut workspace.row, |row| {
                     self.context.set.run(RmsNorm {
-                        x: &bench.second,
+                        x: &workspace.second,
                         weight: self.context.program.vector(weight),
                         eps,
                         out: row,
@@ -202,21 +207,21 @@ impl<'a> Run<'a> {
                 });
             }
             Op::Linear { x, ref parts } => self.panel(x, parts, unit),
-            Op::HeadNorm { x, weight, eps, out } => self.make_row(out, unit, &mut bench.row, |row| {
-                row.copy_from_slice(self.row(x, unit));
-                self.context.set.run(HeadNorm { values: row, weight: self.context.program.vector(weight), eps });
+            Op::HeadNorm { x, weight, eps, out } => self.make_row(out, unit, &mut workspace.row, |row| {
+                let weight = self.context.program.vector(weight);
+                self.context.set.run(HeadNorm { x: self.row(x, unit), weight, eps, out: row });
             }),
-            Op::RopeAppend { layer, q, k, v, out } => self.rope_append(layer, [q, k, v], out, unit, bench),
-            Op::Attention { layer, q, out } => self.attend(layer, q, out, self.units[unit], bench),
-            Op::Swiglu { gate, up, out } => self.make_row(out, unit, &mut bench.row, |row| {
+            Op::RopeAppend { layer, q, k, v, out } => self.rope_append(layer, [q, k, v], out, unit, workspace),
+            Op::Attention { layer, q, out } => self.attend(layer, q, out, self.units[unit], workspace),
+            Op::Swiglu { gate, up, out } => self.make_row(out, unit, &mut workspace.row, |row| {
                 self.context.set.run(Swiglu { gate: self.row(gate, unit), up: self.row(up, unit), out: row });
             }),
-            Op::SelectReadback { x, out } => self.make_row(out, unit, &mut bench.row, |row| {
+            Op::SelectReadback { x, out } => self.make_row(out, unit, &mut workspace.row, |row| {
                 let from = self.context.step.rows[self.context.step.read_rows[unit]];
                 row.copy_from_slice(self.row(x, from.first_token + from.num_new - 1));
             }),
             Op::Regroup { x, out } => {
-                self.make_row(out, unit, &mut bench.row, |row| row.copy_from_slice(self.row(x, unit)));
+                self.make_row(out, unit, &mut workspace.row, |row| row.copy_from_slice(self.row(x, unit)));
             }
             Op::Argmax { logits } => self.choose(logits, unit),
         }
@@ -228,15 +233,15 @@ impl<'a> Run<'a> {
             let matrix = self.context.program.matrix(part.weight);
             if unit < matrix.panels() {
                 let groups = self.groups_of(x.rows);
-                // SAFETY: see above.
+                // SAFETY: alone, earlier, elsewhere.
                 let rows = unsafe { self.buffer(x).read(0..self.num_rows(x.rows) * x.width) };
                 self.context.set.run(Product {
                     matrix,
                     bias: part.bias.map(|bias| self.context.program.vector(bias)),
-                    panel: unit,
                     groups,
                     rows,
-                    out: self.buffer(part.out),
+                    // SAFETY: alone, elsewhere, apart.
+                    out: unsafe { PanelOutputs::new(unit, self.buffer(part.out)) },
                 });
                 return;
             }
@@ -246,42 +251,41 @@ impl<'a> Run<'a> {
     }
 
     /// Rotates one token's q and k, and writes k and v to the pool.
-    fn rope_append(&self, layer: usize, [q, k, v]: [Value; 3], out: Value, token: usize, bench: &mut Bench) {
+    fn rope_append(&self, layer: usize, [q, k, v]: [Value; 3], out: Value, token: usize, workspace: &mut Workspace) {
         let row = self.context.step.rows[self.context.step.row_of_token[token]];
         let position = row.start + token - row.first_token;
         let (cos, sin) = self.context.rope.at(position);
-        self.make_row(out, token, &mut bench.row, |row| {
+        self.make_row(out, token, &mut workspace.row, |row| {
             row.copy_from_slice(self.row(q, token));
             self.context.set.run(Rotate { x: row, cos, sin });
         });
-        bench.second.clear();
-        bench.second.extend_from_slice(self.row(k, token));
-        self.context.set.run(Rotate { x: &mut bench.second, cos, sin });
+        workspace.second.clear();
+        workspace.second.extend_from_slice(self.row(k, token));
+        self.context.set.run(Rotate { x: &mut workspace.second, cos, sin });
         let block_size = self.context.pool.shape().block_size;
         let block = self.context.tables.get(row.slot)[position / block_size];
-        // SAFETY: each token has a place of its own, this operation reads none of them, and its threads meet before
-        // the attention does.
-        unsafe { self.context.pool.append(layer, block, position % block_size, &bench.second, self.row(v, token)) };
+        // SAFETY: each token has a place of its own (`BlockTables::check_places`), this operation reads none of them,
+        // and threads meet before the attention does.
+        unsafe { self.context.pool.append(layer, block, position % block_size, &workspace.second, self.row(v, token)) };
     }
 
-    fn attend(&self, layer: usize, q: Value, out: Value, unit: AttentionUnit, bench: &mut Bench) {
+    fn attend(&self, layer: usize, q: Value, out: Value, unit: AttentionUnit, workspace: &mut Workspace) {
         let row = self.context.step.rows[unit.row];
         let head_size = self.context.program.shape.head_size;
         let columns = unit.head * head_size..(unit.head + unit.heads) * head_size;
         let tokens = row.first_token + unit.first..row.first_token + unit.first + unit.count;
-        bench.queries.clear();
+        workspace.queries.clear();
         for token in tokens.clone() {
-            bench.queries.extend_from_slice(&self.row(q, token)[columns.clone()]);
+            workspace.queries.extend_from_slice(&self.row(q, token)[columns.clone()]);
         }
-        bench.attended.resize(bench.queries.len(), 0.0);
-        self.context.set.run(Attend {
-            pool: self.context.pool,
-            place: Place { layer, kv_head: unit.kv_head, table: self.context.tables.get(row.slot) },
-            queries: Queries { values: &bench.queries, heads: unit.heads, first_position: row.start + unit.first },
-            out: &mut bench.attended,
-            scratch: &mut bench.attention,
-        });
-        for (token, values) in tokens.zip(bench.attended.chunks_exact(columns.len())) {
+        workspace.attended.resize(workspace.queries.len(), 0.0);
+        let place = Place { layer, kv_head: unit.kv_head, table: self.context.tables.get(row.slot) };
+        let first_position = row.start + unit.first;
+        let queries = Queries { values: &workspace.queries, heads: unit.heads, first_position };
+        let (out_of_unit, scratch) = (&mut workspace.attended, &mut workspace.attention);
+        // SAFETY: the pool is written by `rope_append` alone, and threads meet between the two.
+        unsafe { attention::attend(self.context.set, self.context.pool, place, queries, out_of_unit, scratch) };
+        for (token, values) in tokens.zip(workspace.attended.chunks_exact(columns.len())) {
             self.put(out, token, columns.start, values);
         }
     }
@@ -308,7 +312,7 @@ impl<'a> Run<'a> {
     /// One row of a value in plain order.
     fn row(&self, value: Value, row: usize) -> &[f32] {
         assert_eq!(value.order, Order::Plain, "only products read groups");
-        // SAFETY: see above.
+        // SAFETY: alone, earlier, elsewhere.
         unsafe { self.buffer(value).read(row * value.width..(row + 1) * value.width) }
     }
 
@@ -325,13 +329,13 @@ impl<'a> Run<'a> {
         match value.order {
             Order::Plain => {
                 let begin = row * value.width + first;
-                // SAFETY: see above.
+                // SAFETY: alone, elsewhere, apart.
                 unsafe { buffer.write(begin..begin + values.len()) }.copy_from_slice(values);
             }
             Order::Grouped => {
                 let (begin, stride) = self.groups_of(value.rows).place(row, value.width);
                 let begin = begin + first * stride;
-                // SAFETY: see above.
+                // SAFETY: alone, elsewhere, apart.
                 unsafe { buffer.write_every(begin, stride, values) };
             }
         }
@@ -361,42 +365,6 @@ fn attention_units(shape: ModelShape, step: &CheckedStep, threads: usize) -> Vec
         })
     };
     blocks(group).flat_map(heads_of).collect()
-}
-
-/// [`attention::attend`], to be compiled for an instruction set.
-struct Attend<'a> {
-    pool: &'a KvPool,
-    place: Place<'a>,
-    queries: Queries<'a>,
-    out: &'a mut [f32],
-    scratch: &'a mut attention::Scratch,
-}
-
-impl Kernel for Attend<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        let Self { pool, place, queries, out, scratch } = self;
-        // SAFETY: the pool is written by `rope_append` alone, and threads meet between the two.
-        unsafe { attention::attend(lanes, pool, place, queries, out, scratch) };
-    }
-}
-
-/// [`rotate`], to be compiled for an instruction set.
-struct Rotate<'a> {
-    x: &'a mut [f32],
-    cos: &'a [f32],
-    sin: &'a [f32],
-}
-
-impl Kernel for Rotate<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) {
-        rotate(lanes, self.x, self.cos, self.sin);
-    }
 }
 
 /// Rows of a buffer that a value needs.

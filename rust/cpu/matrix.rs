@@ -6,110 +6,8 @@ use half::{bf16, f16};
 
 use super::cells::{Bf16Cell, Cell, F16Cell, F32Cell, PANEL, Q8Cell, Q40Cell, Q41Cell, QUANT_BLOCK};
 use super::memory::{OutOfMemory, Plain, Shared};
-
-/// Types in which weights are stored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum WeightKind {
-    /// IEEE single precision.
-    F32,
-    /// IEEE half precision.
-    F16,
-    /// bfloat16.
-    Bf16,
-    /// 8-bit integers, a half-precision scale for 32 inputs.
-    Q8_0,
-    /// 4-bit integers less 8, a half-precision scale for 32 inputs.
-    Q4_0,
-    /// 4-bit integers, a half-precision scale and offset for 32 inputs.
-    Q4_1,
-}
-
-impl WeightKind {
-    /// All of them.
-    pub const ALL: [Self; 6] = [Self::F32, Self::F16, Self::Bf16, Self::Q8_0, Self::Q4_0, Self::Q4_1];
-
-    /// The name that files use.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "F32",
-            Self::F16 => "F16",
-            Self::Bf16 => "BF16",
-            Self::Q8_0 => "Q8_0",
-            Self::Q4_0 => "Q4_0",
-            Self::Q4_1 => "Q4_1",
-        }
-    }
-
-    /// The kind of that name.
-    #[must_use]
-    pub fn of_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
-    }
-
-    /// Inputs and bytes of the smallest run of weights in a file.
-    #[must_use]
-    pub fn block(self) -> (usize, usize) {
-        match self {
-            Self::F32 => (1, 4),
-            Self::F16 | Self::Bf16 => (1, 2),
-            Self::Q8_0 => (QUANT_BLOCK, 34),
-            Self::Q4_0 => (QUANT_BLOCK, 18),
-            Self::Q4_1 => (QUANT_BLOCK, 20),
-        }
-    }
-
-    /// Bytes of a row of `inputs` weights in a file, or None where the row is no whole number of blocks.
-    #[must_use]
-    pub fn row_bytes(self, inputs: usize) -> Option<usize> {
-        let (size, bytes) = self.block();
-        inputs.is_multiple_of(size).then(|| inputs / size * bytes)
-    }
-
-    /// Writes the values of one row as a file has them, little-endian, to `to`.
-    pub(crate) fn decode_row(self, row: &[u8], to: &mut [f32]) {
-        match self {
-            Self::F32 => each(row, to, f32::from_le_bytes),
-            Self::F16 => each(row, to, |bytes| f16::from_le_bytes(bytes).to_f32()),
-            Self::Bf16 => each(row, to, |bytes| bf16::from_le_bytes(bytes).to_f32()),
-            Self::Q8_0 | Self::Q4_0 | Self::Q4_1 => {
-                let (size, bytes) = self.block();
-                for (block, to) in row.chunks_exact(bytes).zip(to.chunks_exact_mut(size)) {
-                    for (input, to) in to.iter_mut().enumerate() {
-                        *to = self.decode_block(block, input);
-                    }
-                }
-            }
-        }
-    }
-
-    fn decode_block(self, block: &[u8], input: usize) -> f32 {
-        let scale = half_bits(block, 0);
-        let scale = f16::from_bits(scale).to_f32();
-        match self {
-            Self::Q8_0 => scale * f32::from(block[2 + input].cast_signed()),
-            Self::Q4_0 => scale * (f32::from(nibble(&block[2..], input)) - 8.0),
-            Self::Q4_1 => scale * f32::from(nibble(&block[4..], input)) + f16::from_bits(half_bits(block, 1)).to_f32(),
-            Self::F32 | Self::F16 | Self::Bf16 => unreachable!("has no blocks"),
-        }
-    }
-}
-
-fn each<const N: usize>(row: &[u8], to: &mut [f32], decode: impl Fn([u8; N]) -> f32) {
-    for (bytes, to) in row.as_chunks().0.iter().zip(to) {
-        *to = decode(*bytes);
-    }
-}
-
-fn half_bits(block: &[u8], index: usize) -> u16 {
-    u16::from_le_bytes([block[2 * index], block[2 * index + 1]])
-}
-
-/// Input `input` of a block: the low nibbles are the first sixteen.
-fn nibble(bytes: &[u8], input: usize) -> u8 {
-    let byte = bytes[input % 16];
-    if input < 16 { byte & 15 } else { byte >> 4 }
-}
+use super::weight_kind::WeightKind;
+use super::weight_kind::{half_bits, nibble};
 
 /// The cells of a matrix, panel after panel.
 pub(crate) enum Cells {
@@ -143,7 +41,7 @@ impl Matrix {
     /// Where there is no memory.
     ///
     /// # Panics
-    /// If `rows` has another size, or `kind` is a quantised type and not `from`.
+    /// If `rows` has another size, a size is 0, or `kind` is a quantised type and not `from`.
     pub fn pack(
         from: WeightKind,
         kind: WeightKind,
@@ -151,6 +49,7 @@ impl Matrix {
         outputs: usize,
         inputs: usize,
     ) -> Result<Self, OutOfMemory> {
+        assert!(outputs > 0 && inputs > 0, "a matrix of [{outputs}, {inputs}]");
         let row_bytes = from.row_bytes(inputs).expect("whole blocks");
         assert_eq!(rows.len(), outputs * row_bytes, "{outputs} rows of {row_bytes} bytes");
         let source = Source { from, rows, row_bytes, inputs };
@@ -206,7 +105,12 @@ impl Matrix {
     }
 
     /// Writes the weights of one output, [inputs], to `to`.
+    ///
+    /// # Panics
+    /// If there is no such output, or `to` has another size.
     pub fn row(&self, output: usize, to: &mut [f32]) {
+        assert!(output < self.outputs, "output {output} of {}", self.outputs);
+        assert_eq!(to.len(), self.inputs, "a row of {} weights", self.inputs);
         match &self.cells {
             Cells::F32(cells) => row(cells, output, to),
             Cells::F16(cells) => row(cells, output, to),
@@ -303,50 +207,9 @@ fn pack_nibbles(nibbles: &mut [[u8; 16]; QUANT_BLOCK], output: usize, bytes: &[u
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
+mod tests {
     use super::*;
-
-    /// Knuth's linear congruential generator, for tests.
-    pub(crate) struct Random(pub u64);
-
-    impl Random {
-        pub(crate) fn bits(&mut self) -> u32 {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            u32::try_from(self.0 >> 32).expect("32 bits")
-        }
-
-        /// From -1 to 1.
-        pub(crate) fn value(&mut self) -> f32 {
-            #[expect(clippy::cast_precision_loss, reason = "24 bits")]
-            let value = (self.bits() >> 8) as f32 / (1 << 23) as f32;
-            value - 1.0
-        }
-    }
-
-    /// Rows as a file has them, with scales and values near 1 and no NaN.
-    pub(crate) fn random_rows(random: &mut Random, kind: WeightKind, outputs: usize, inputs: usize) -> Vec<u8> {
-        let (size, bytes) = kind.block();
-        let num_scales = match kind {
-            WeightKind::Q8_0 | WeightKind::Q4_0 => 1,
-            WeightKind::Q4_1 => 2,
-            WeightKind::F32 | WeightKind::F16 | WeightKind::Bf16 => 0,
-        };
-        let mut rows = Vec::new();
-        for _ in 0..outputs * inputs / size {
-            match kind {
-                WeightKind::F32 => rows.extend(random.value().to_le_bytes()),
-                WeightKind::F16 => rows.extend(f16::from_f32(random.value()).to_le_bytes()),
-                WeightKind::Bf16 => rows.extend(bf16::from_f32(random.value()).to_le_bytes()),
-                WeightKind::Q8_0 | WeightKind::Q4_0 | WeightKind::Q4_1 => {
-                    for _ in 0..num_scales {
-                        rows.extend(f16::from_f32(random.value()).to_le_bytes());
-                    }
-                    rows.extend((2 * num_scales..bytes).map(|_| random.bits().to_le_bytes()[3]));
-                }
-            }
-        }
-        rows
-    }
+    use crate::cpu::testing::{Random, random_rows};
 
     #[test]
     fn packed_weights_are_those_of_the_file_bit_for_bit() {
@@ -370,24 +233,6 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn blocks_decode_as_the_format_says() {
-        let half = |value: f32| f16::from_f32(value).to_le_bytes();
-        let mut got = vec![0.0; 32];
-        // Byte i has input i in its low nibble, input i + 16 in its high one.
-        let nibbles: Vec<u8> = (0..16).map(|i| i | (15 - i) << 4).collect();
-        let raw = |i: u8| f32::from(if i < 16 { i } else { 31 - i });
-        let block = [&half(0.5)[..], &half(-3.0)[..], &nibbles[..]].concat();
-        WeightKind::Q4_1.decode_row(&block, &mut got);
-        assert_eq!(got, (0..32).map(|i| 0.5 * raw(i) - 3.0).collect::<Vec<f32>>());
-        let block = [&half(0.5)[..], &nibbles[..]].concat();
-        WeightKind::Q4_0.decode_row(&block, &mut got);
-        assert_eq!(got, (0..32).map(|i| 0.5 * (raw(i) - 8.0)).collect::<Vec<f32>>());
-        let block = [&half(0.25)[..], &(112..144).map(|value: u8| value).collect::<Vec<u8>>()[..]].concat();
-        WeightKind::Q8_0.decode_row(&block, &mut got);
-        assert_eq!(got, (112..144).map(|i: u8| 0.25 * f32::from(i.cast_signed())).collect::<Vec<f32>>());
-    }
-
-    #[test]
     fn rounding_to_sixteen_bits_is_to_nearest_even() {
         let values = [1.0, 1.0 + 2.0_f32.powi(-11), 1.0 + 3.0 * 2.0_f32.powi(-11), -7.0e4, f32::NAN];
         let rows: Vec<u8> = values.into_iter().flat_map(f32::to_le_bytes).collect();
@@ -395,5 +240,21 @@ pub(crate) mod tests {
         Matrix::pack(WeightKind::F32, WeightKind::F16, &rows, 1, values.len()).expect("little").row(0, &mut got);
         assert_eq!(got[..4], [1.0, 1.0, 1.0 + 2.0_f32.powi(-9), f32::NEG_INFINITY]);
         assert!(got[4].is_nan());
+    }
+
+    fn three_by_two() -> Matrix {
+        Matrix::pack(WeightKind::F32, WeightKind::F32, &[0; 24], 3, 2).expect("little memory")
+    }
+
+    #[test]
+    #[should_panic(expected = "output 3 of 3")]
+    fn the_zeros_behind_the_last_output_are_no_row() {
+        three_by_two().row(3, &mut [0.0; 2]);
+    }
+
+    #[test]
+    #[should_panic(expected = "a row of 2 weights")]
+    fn a_row_is_read_whole() {
+        three_by_two().row(0, &mut [0.0; 1]);
     }
 }

@@ -57,7 +57,7 @@ unsafe impl<T: Plain> Send for Shared<T> {}
 unsafe impl<T: Plain> Sync for Shared<T> {}
 
 impl<T: Plain> Shared<T> {
-    /// `len` zeros. Pages that are never touched take no memory.
+    /// `len` zeros. Pages that are never touched, huge ones where it is large, take no memory.
     pub(crate) fn zeroed(len: usize) -> Result<Self, OutOfMemory> {
         if len == 0 {
             return Ok(Self { first: NonNull::dangling(), len, allocation: None });
@@ -162,5 +162,52 @@ impl<T> Drop for Shared<T> {
 impl<T: fmt::Debug> fmt::Debug for Shared<T> {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{} elements", self.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zeros_that_begin_at_a_cache_line_or_a_huge_page() {
+        for (len, alignment) in [(1, CACHE_LINE), (1000, CACHE_LINE), (HUGE_PAGE / 4, HUGE_PAGE), (3 << 20, HUGE_PAGE)]
+        {
+            let mut memory = Shared::<f32>::zeroed(len).expect("little memory");
+            assert_eq!(memory.len(), len);
+            assert!(memory.as_slice().as_ptr().addr().is_multiple_of(alignment), "{len}");
+            assert!(memory.as_slice().iter().all(|value| value.to_bits() == 0));
+        }
+        assert_eq!(Shared::<u16>::zeroed(0).expect("none").as_slice(), [0_u16; 0]);
+    }
+
+    #[test]
+    fn too_much_memory_is_refused_with_its_size() {
+        assert_eq!(Shared::<u32>::zeroed(usize::MAX).err(), Some(OutOfMemory { bytes: 4 * usize::MAX as u128 }));
+        assert_eq!(Shared::<u8>::zeroed(isize::MAX as usize).err(), Some(OutOfMemory { bytes: isize::MAX as u128 }));
+    }
+
+    #[test]
+    fn strided_writes_touch_their_elements_alone() {
+        let mut memory = Shared::<u16>::zeroed(10).expect("little memory");
+        // SAFETY: nobody else has it.
+        unsafe { memory.write_every(1, 4, &[7, 8, 9]) };
+        assert_eq!(memory.as_slice(), [0, 7, 0, 0, 0, 8, 0, 0, 0, 9]);
+    }
+
+    #[test]
+    #[should_panic(expected = "2 + 2 * 4 of 10")]
+    fn a_strided_write_past_the_end_is_stopped() {
+        let memory = Shared::<u16>::zeroed(10).expect("little memory");
+        // SAFETY: nobody else has it.
+        unsafe { memory.write_every(2, 4, &[7, 8, 9]) };
+    }
+
+    #[test]
+    #[should_panic(expected = "8..11 of 10")]
+    fn a_read_past_the_end_is_stopped() {
+        let memory = Shared::<u16>::zeroed(10).expect("little memory");
+        // SAFETY: nobody else has it.
+        let _ = unsafe { memory.read(8..11) };
     }
 }

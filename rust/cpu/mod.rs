@@ -22,16 +22,20 @@ mod program;
 mod rope;
 mod step;
 mod swiglu;
+#[cfg(test)]
+mod testing;
 mod threads;
+mod weight_kind;
 
 pub use device::{CpuDevice, DeviceSettings, LaunchError};
 pub use execute::OP_KINDS;
 pub use kv::{KvKind, KvPool, KvShape};
 pub use lanes::InstructionSet;
 pub use linear::multiply;
-pub use matrix::{Matrix, WeightKind};
+pub use matrix::Matrix;
 pub use memory::OutOfMemory;
 pub use program::{ModelShape, Program, RecordError, Recorder, ValueId, Weight, WeightId};
 pub use rope::RopeTable;
 pub use step::{Refusal, StepArrays, StepLimits};
 pub use threads::Threads;
+pub use weight_kind::WeightKind;

@@ -40,11 +40,12 @@ impl Kernel for RmsNorm<'_> {
     }
 }
 
-/// [`RmsNorm`] of each head of one token's `values`, in place; `weight` is [`head_size`].
+/// [`RmsNorm`] of each head of one token's x [heads, `head_size`]; `weight` is [`head_size`], `out` as x.
 pub(crate) struct HeadNorm<'a> {
-    pub values: &'a mut [f32],
+    pub x: &'a [f32],
     pub weight: &'a [f32],
     pub eps: f32,
+    pub out: &'a mut [f32],
 }
 
 impl Kernel for HeadNorm<'_> {
@@ -52,10 +53,9 @@ impl Kernel for HeadNorm<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let mut head = vec![0.0; self.weight.len()];
-        for values in self.values.chunks_exact_mut(self.weight.len()) {
-            head.copy_from_slice(values);
-            RmsNorm { x: &head, weight: self.weight, eps: self.eps, out: values }.run(lanes);
+        let Self { x, weight, eps, out } = self;
+        for (x, out) in x.chunks_exact(weight.len()).zip(out.chunks_exact_mut(weight.len())) {
+            RmsNorm { x, weight, eps, out }.run(lanes);
         }
     }
 }
@@ -64,7 +64,7 @@ impl Kernel for HeadNorm<'_> {
 mod tests {
     use super::*;
     use crate::cpu::lanes::InstructionSet;
-    use crate::cpu::matrix::tests::Random;
+    use crate::cpu::testing::Random;
 
     #[test]
     #[expect(clippy::cast_precision_loss, reason = "widths are small")]
@@ -83,8 +83,8 @@ mod tests {
                     let exact = f64::from(x) * scale * f64::from(weight);
                     assert!((f64::from(out) - exact).abs() <= 1e-6 * exact.abs(), "{out} {exact}");
                 }
-                let mut heads = [x.clone(), x.clone()].concat();
-                set.run(HeadNorm { values: &mut heads, weight: &weight, eps: 1e-5 });
+                let mut heads = vec![f32::NAN; 2 * width];
+                set.run(HeadNorm { x: &[x.clone(), x.clone()].concat(), weight: &weight, eps: 1e-5, out: &mut heads });
                 assert_eq!(heads, [out.clone(), out.clone()].concat());
                 results.push(out);
             }

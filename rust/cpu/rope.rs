@@ -1,6 +1,6 @@
 //! Rotary position embedding.
 
-use super::lanes::{LANES, Lanes};
+use super::lanes::{Kernel, LANES, Lanes};
 
 /// The angles of every position: cos, sin [positions, `head_size / 2`].
 #[derive(Debug)]
@@ -15,8 +15,14 @@ impl RopeTable {
     /// If `half` is 0, or the tables are not equally long and of whole positions.
     #[must_use]
     pub fn new(half: usize, cos: Vec<f32>, sin: Vec<f32>) -> Self {
+        assert!(half > 0, "a head has two halves");
         assert!(cos.len() == sin.len() && cos.len().is_multiple_of(half), "{} and {} of {half}", cos.len(), sin.len());
         Self { half, cos, sin }
+    }
+
+    /// Elements of half a head.
+    pub(crate) fn half(&self) -> usize {
+        self.half
     }
 
     /// Number of positions.
@@ -39,23 +45,34 @@ impl RopeTable {
 /// goes with element i of its second half.
 ///
 /// In float32: the second product rounded, then the first with the sum by one fused multiply-add.
-#[inline(always)]
-pub(crate) fn rotate<L: Lanes>(lanes: L, x: &mut [f32], cos: &[f32], sin: &[f32]) {
-    let half = cos.len();
-    let ((wide_cos, last_cos), (wide_sin, last_sin)) = (cos.as_chunks::<LANES>(), sin.as_chunks::<LANES>());
-    for head in x.chunks_exact_mut(2 * half) {
-        let (first, second) = head.split_at_mut(half);
-        let ((first, last_first), (second, last_second)) = (first.as_chunks_mut(), second.as_chunks_mut());
-        for (((first, second), cos), sin) in first.iter_mut().zip(second).zip(wide_cos).zip(wide_sin) {
-            let rotated = rotated(lanes, [lanes.load(first), lanes.load(second)], lanes.load(cos), lanes.load(sin));
-            lanes.store(rotated[0], first);
-            lanes.store(rotated[1], second);
-        }
-        if !last_cos.is_empty() {
-            let values = [&*last_first, &*last_second, last_cos, last_sin].map(|last| lanes.load_first(last, 0.0));
-            let rotated = rotated(lanes, [values[0], values[1]], values[2], values[3]);
-            lanes.store_first(rotated[0], last_first);
-            lanes.store_first(rotated[1], last_second);
+pub(crate) struct Rotate<'a> {
+    pub x: &'a mut [f32],
+    pub cos: &'a [f32],
+    pub sin: &'a [f32],
+}
+
+impl Kernel for Rotate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Self { x, cos, sin } = self;
+        let half = cos.len();
+        let ((wide_cos, last_cos), (wide_sin, last_sin)) = (cos.as_chunks::<LANES>(), sin.as_chunks::<LANES>());
+        for head in x.chunks_exact_mut(2 * half) {
+            let (first, second) = head.split_at_mut(half);
+            let ((first, last_first), (second, last_second)) = (first.as_chunks_mut(), second.as_chunks_mut());
+            for (((first, second), cos), sin) in first.iter_mut().zip(second).zip(wide_cos).zip(wide_sin) {
+                let rotated = rotated(lanes, [lanes.load(first), lanes.load(second)], lanes.load(cos), lanes.load(sin));
+                lanes.store(rotated[0], first);
+                lanes.store(rotated[1], second);
+            }
+            if !last_cos.is_empty() {
+                let values = [&*last_first, &*last_second, last_cos, last_sin].map(|last| lanes.load_first(last, 0.0));
+                let rotated = rotated(lanes, [values[0], values[1]], values[2], values[3]);
+                lanes.store_first(rotated[0], last_first);
+                lanes.store_first(rotated[1], last_second);
+            }
         }
     }
 }
@@ -70,24 +87,8 @@ fn rotated<L: Lanes>(lanes: L, [first, second]: [L::F; 2], cos: L::F, sin: L::F)
 #[cfg(test)]
 #[expect(clippy::cast_precision_loss, reason = "small numbers")]
 mod tests {
-    use super::super::lanes::{InstructionSet, Kernel, Lanes};
-    use super::{RopeTable, rotate};
-
-    struct Rotate<'a> {
-        x: &'a mut [f32],
-        table: &'a RopeTable,
-        position: usize,
-    }
-
-    impl Kernel for Rotate<'_> {
-        type Output = ();
-
-        #[inline(always)]
-        fn run<L: Lanes>(self, lanes: L) {
-            let (cos, sin) = self.table.at(self.position);
-            rotate(lanes, self.x, cos, sin);
-        }
-    }
+    use super::super::lanes::InstructionSet;
+    use super::{RopeTable, Rotate};
 
     fn table(half: usize) -> RopeTable {
         let angles = || (0..5 * half).map(|index| (index / half) as f32 * 1.3 / (index % half + 1) as f32);
@@ -104,7 +105,7 @@ mod tests {
             let mut first_bits: Option<Vec<u32>> = None;
             for set in InstructionSet::all() {
                 let mut rotated = x.clone();
-                set.run(Rotate { x: &mut rotated, table: &table, position: 3 });
+                set.run(Rotate { x: &mut rotated, cos, sin });
                 for (head, (rotated, x)) in rotated.chunks(2 * half).zip(x.chunks(2 * half)).enumerate() {
                     for i in 0..half {
                         let [first, second] = [x[i], x[half + i]].map(f64::from);

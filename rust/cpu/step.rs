@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use super::memory::OutOfMemory;
+
 /// What a row reads back: its best token. 0 is nothing, and there is no other kind: see `reprieve.step`.
 const READ_ARGMAX: u8 = 1;
 
@@ -95,8 +97,12 @@ pub(crate) struct BlockTables {
 }
 
 impl BlockTables {
-    pub(crate) fn new(num_slots: usize) -> Self {
-        Self { tables: vec![Vec::new(); num_slots] }
+    pub(crate) fn new(num_slots: usize) -> Result<Self, OutOfMemory> {
+        let mut tables = Vec::new();
+        let bytes = num_slots as u128 * size_of::<Vec<u32>>() as u128;
+        tables.try_reserve_exact(num_slots).map_err(|_| OutOfMemory { bytes })?;
+        tables.resize(num_slots, Vec::new());
+        Ok(Self { tables })
     }
 
     /// The blocks of the sequence in `slot`, in order.
@@ -112,12 +118,12 @@ impl BlockTables {
         check_tokens(step, &rows, limits)?;
         let changes = check_changes(step, limits)?;
         let saved = self.apply(&changes);
-        if let Err(refusal) = self.check_covered(&rows, limits) {
+        if let Err(refusal) = self.check_covered(&rows, limits).and_then(|()| self.check_places(&rows, limits)) {
             self.restore(saved);
             return Err(refusal);
         }
         let checked = CheckedStep {
-            token_ids: step.token_ids.iter().map(|&id| count(id)).collect(),
+            token_ids: step.token_ids.iter().map(|&id| checked(id)).collect(),
             row_of_token: rows.iter().enumerate().flat_map(|(row, it)| std::iter::repeat_n(row, it.num_new)).collect(),
             read_rows: (0..rows.len()).filter(|&row| rows[row].is_read).collect(),
             rows,
@@ -169,6 +175,22 @@ impl BlockTables {
         }
         Ok(())
     }
+
+    /// Checks that every token is written to a place of its own.
+    fn check_places(&self, rows: &[StepRow], limits: StepLimits) -> Result<(), Refusal> {
+        let written = |row: &StepRow| {
+            let blocks = row.start / limits.block_size..(row.start + row.num_new).div_ceil(limits.block_size);
+            self.tables[row.slot][blocks].iter().copied()
+        };
+        let mut blocks: Vec<u32> = rows.iter().flat_map(written).collect();
+        blocks.sort_unstable();
+        // A step has rows, and a row a token, so there is a block.
+        if let Some((block, _)) = blocks.iter().zip(&blocks[1..]).find(|(one, other)| one == other) {
+            let problem = format!("block {block} would be written for two places");
+            return Err(Refusal { field: "step.table_changes", problem });
+        }
+        Ok(())
+    }
 }
 
 /// Checks what is said per row.
@@ -209,11 +231,11 @@ fn check_rows(step: &StepArrays, limits: StepLimits) -> Result<Vec<StepRow>, Ref
     let mut first_token = 0;
     let mut rows = Vec::with_capacity(num_rows);
     for row in 0..num_rows {
-        let num_new = count(step.num_new[row]);
+        let num_new = checked(step.num_new[row]);
         rows.push(StepRow {
-            slot: count(step.slots[row]),
+            slot: checked(step.slots[row]),
             first_token,
-            start: count(step.starts[row]),
+            start: checked(step.starts[row]),
             num_new,
             is_read: step.readback[row] == READ_ARGMAX,
         });
@@ -254,7 +276,7 @@ fn check_changes(step: &StepArrays, limits: StepLimits) -> Result<Vec<(usize, us
         let values: Vec<i32> = step.table_changes.iter().map(|change| change[column]).collect();
         check_range(field, &values, 0, end)?;
     }
-    let change = |&[slot, index, block]: &[i32; 3]| (count(slot), count(index), block.unsigned_abs());
+    let change = |&[slot, index, block]: &[i32; 3]| (checked(slot), checked(index), block.unsigned_abs());
     Ok(step.table_changes.iter().map(change).collect())
 }
 
@@ -269,6 +291,91 @@ fn check_range(field: &'static str, values: &[i32], lowest: i32, end: usize) -> 
 }
 
 /// A number that was checked not to be negative.
-fn count(value: i32) -> usize {
+fn checked(value: i32) -> usize {
     usize::try_from(value).expect("it is checked first that it is not negative")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: StepLimits =
+        StepLimits { num_slots: 4, num_blocks: 8, block_size: 4, context_length: 24, vocab_size: 10 };
+
+    /// Rows of (slot, start, tokens), with changes.
+    fn step(rows: &[(i32, i32, i32)], table_changes: &[[i32; 3]]) -> StepArrays {
+        let positions: Vec<i32> = rows.iter().flat_map(|&(_, start, new)| start..start + new).collect();
+        StepArrays {
+            token_ids: vec![1; positions.len()],
+            positions,
+            slots: rows.iter().map(|row| row.0).collect(),
+            starts: rows.iter().map(|row| row.1).collect(),
+            num_new: rows.iter().map(|row| row.2).collect(),
+            kv_lengths: rows.iter().map(|row| row.1 + row.2).collect(),
+            readback: vec![READ_ARGMAX; rows.len()],
+            table_changes: table_changes.to_vec(),
+        }
+    }
+
+    fn tables() -> BlockTables {
+        BlockTables::new(LIMITS.num_slots).expect("little memory")
+    }
+
+    #[test]
+    fn a_step_knows_its_rows_and_its_tables() {
+        let mut tables = tables();
+        let mut first = step(&[(1, 0, 5), (3, 0, 1)], &[[1, 0, 7], [1, 1, 2], [3, 0, 0]]);
+        first.readback[0] = 0;
+        let (checked, _) = tables.admit(&first, LIMITS).expect("it is sound");
+        assert_eq!(tables.get(1), [7, 2]);
+        assert_eq!(checked.row_of_token, [0, 0, 0, 0, 0, 1]);
+        assert_eq!(checked.read_rows, [1]);
+        assert_eq!(checked.rows[1], StepRow { slot: 3, first_token: 5, start: 0, num_new: 1, is_read: true });
+        // A change at index 0 is another sequence's beginning.
+        let refused = tables.admit(&step(&[(1, 4, 1)], &[[1, 0, 5]]), LIMITS).expect_err("one block of two is gone");
+        assert_eq!(refused.problem, "slot 1 needs blocks for 5 positions, its table lacks entries [1]");
+    }
+
+    #[test]
+    fn a_refused_step_and_one_taken_back_leave_the_tables_as_they_were() {
+        let mut tables = tables();
+        tables.admit(&step(&[(0, 0, 4), (2, 0, 8)], &[[0, 0, 1], [2, 0, 3], [2, 1, 4]]), LIMITS).expect("sound");
+        let before = tables.tables.clone();
+        let refusals = [
+            (step(&[], &[]), "step"),
+            (step(&[(0, 4, 1), (0, 5, 1)], &[[0, 1, 6]]), "step.slots"),
+            (step(&[(4, 0, 1)], &[]), "step.slots"),
+            (step(&[(0, 24, 1)], &[]), "step.starts"),
+            (step(&[(0, 4, 0)], &[]), "step.num_new"),
+            (step(&[(0, 4, 21)], &[]), "step.kv_lengths"),
+            (step(&[(0, 4, 1)], &[[0, 1, 8]]), "step.table_changes (block)"),
+            (step(&[(0, 4, 1)], &[[0, 8, 6]]), "step.table_changes (index)"),
+            (step(&[(0, 4, 1)], &[[-1, 1, 6]]), "step.table_changes (slot)"),
+            (step(&[(0, 4, 1)], &[[0, 2, 6]]), "step.table_changes"),
+            (step(&[(0, 4, 1), (2, 8, 1)], &[[0, 1, 6], [2, 2, 6]]), "step.table_changes"),
+            (step(&[(1, 0, 8)], &[[1, 0, 6], [1, 1, 6]]), "step.table_changes"),
+            (StepArrays { token_ids: vec![10], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.token_ids"),
+            (StepArrays { token_ids: vec![1; 2], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.num_new"),
+            (StepArrays { positions: vec![5], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.positions"),
+            (StepArrays { positions: vec![], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.positions"),
+            (StepArrays { kv_lengths: vec![6], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.kv_lengths"),
+            (StepArrays { readback: vec![2], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.readback"),
+            (StepArrays { readback: vec![], ..step(&[(0, 4, 1)], &[[0, 1, 6]]) }, "step.readback"),
+        ];
+        for (refused, field) in refusals {
+            assert_eq!(tables.admit(&refused, LIMITS).expect_err("it is not sound").field, field, "{refused:?}");
+            assert_eq!(tables.tables, before);
+        }
+        let (_, saved) = tables.admit(&step(&[(0, 0, 1)], &[[0, 0, 5]]), LIMITS).expect("another sequence");
+        assert_ne!(tables.tables, before);
+        tables.restore(saved);
+        assert_eq!(tables.tables, before);
+    }
+
+    #[test]
+    fn blocks_that_are_only_read_may_be_shared() {
+        let mut tables = tables();
+        let changes = [[0, 0, 1], [0, 1, 2], [1, 0, 1], [1, 1, 3]];
+        tables.admit(&step(&[(0, 4, 1), (1, 4, 1)], &changes), LIMITS).expect("block 1 is written by nobody");
+    }
 }

@@ -41,7 +41,7 @@ fn swiglu<L: Lanes>(lanes: L, gate: L::F, up: L::F) -> L::F {
 mod tests {
     use super::*;
     use crate::cpu::lanes::InstructionSet;
-    use crate::cpu::matrix::tests::Random;
+    use crate::cpu::testing::Random;
 
     #[test]
     fn gates_are_near_their_meaning_and_the_same_with_all_instructions() {

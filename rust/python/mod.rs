@@ -1,7 +1,9 @@
 //! The `_native` module: check, lock, call, map errors. Nothing here decides anything.
 
 mod arrays;
-mod cpu;
+mod cpu_device;
+mod cpu_model;
+mod cpu_step;
 mod errors;
 mod ledger;
 mod whole;
@@ -12,7 +14,9 @@ use pyo3::prelude::*;
 #[pymodule(name = "_native")]
 mod native {
     #[pymodule_export]
-    use super::cpu::{PyCpuDevice, PyCpuModel, cpu_instructions};
+    use super::cpu_device::{PyCpuDevice, cpu_instructions};
+    #[pymodule_export]
+    use super::cpu_model::PyCpuModel;
     #[pymodule_export]
     use super::ledger::PyLedger;
 

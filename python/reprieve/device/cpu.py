@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from reprieve._native import CpuDevice as NativeDevice
+from reprieve._native import CpuModel
 from reprieve.device.kv_pool import check_pool
 from reprieve.errors import DeviceLost, InvalidArgument
 from reprieve.model.config import rope_tables
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from reprieve.device.cpu_weights import CpuWeights
     from reprieve.device.kv_pool import KvKind
     from reprieve.step import Step
+
+# `CpuModel` is for `cpu_weights`: this file alone, and the engine, name the extension.
+__all__ = ["MOST_THREADS", "CpuDevice", "CpuModel", "CpuTicket", "checked_threads"]
 
 MOST_THREADS: Final = 1024
 
@@ -77,7 +81,7 @@ class CpuDevice:
     Exact: a token's bits depend on its own sequence alone, whatever the batch, the number of threads and the
     instruction set. `weights` may be shared with other devices. `threads` None is one per core that this process may
     use; `instructions` None is the best that the machine has, see `reprieve._native.cpu_instructions`. Raises
-    `InvalidArgument` for a bad setting, and from `launch` for a step that cannot be computed; `MemoryError`.
+    `InvalidArgument` for a bad setting, and `MemoryError`.
     """
 
     def __init__(  # noqa: PLR0913  keywords
@@ -108,7 +112,6 @@ class CpuDevice:
             instructions=instructions,
         )
         self._native: NativeDevice | None = native
-        self._num_launched = 0
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = native.block_bytes
@@ -119,29 +122,21 @@ class CpuDevice:
         self.instructions = native.instructions
 
     def launch(self, step: Step) -> CpuTicket:
-        """Compute `step`; its table changes count only if it succeeds. Raises `InvalidArgument` and writes nothing.
+        """Compute `step`; its table changes count only if it succeeds. Allocates the array of its tokens.
 
-        Allocates the array of its tokens.
+        Raises `InvalidArgument` for a step that cannot be computed, and writes nothing; `MemoryError`; `RuntimeError`
+        where a thread cannot be started, or in a process that was forked during a step; `DeviceLost` once it is closed.
         """
         native = self._open()
         tokens = np.empty(step.num_rows, np.int32)
-        try:
-            native.launch(step, tokens)
-        except InvalidArgument:
-            raise  # nothing was begun: the newest logits are still there
-        except BaseException:
-            self._num_launched += 1
-            raise
-        self._num_launched += 1
-        return CpuTicket(step, StepResult(tokens), self, self._num_launched)
+        number = native.launch(step, tokens)
+        return CpuTicket(step, StepResult(tokens), self, number)
 
     def logits(self, number: int) -> NDArray[np.float32]:
         """Return a new copy of the logits of step `number`, as `CpuTicket.logits` does."""
         native = self._open()
-        if number != self._num_launched:
-            raise RuntimeError("the logits are gone: the device has computed another step since")
-        out = np.empty(native.logits_shape, np.float32)
-        native.logits(out)
+        out = np.empty(native.logits_shape, np.float32)  # of a newer step, perhaps: then the number is refused
+        native.logits(number, out)
         return out
 
     def op_seconds(self) -> dict[str, float]:

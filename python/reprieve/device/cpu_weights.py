@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from reprieve._native import CpuModel
-from reprieve.errors import InvalidArgument
+from reprieve.device.cpu import CpuModel
 from reprieve.model.layout import checked_tensors
 from reprieve.model.llama import forward
 from reprieve.model.weights import rounded
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
 
 _F16_MAX: Final = 65504.0
 
-_BLOCKS: Final = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18), "Q4_1": (32, 20)}
-"""Types in which matrices are kept: values in a block, and its bytes."""
+_KEPT: Final = frozenset({"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"})
+"""Types that a matrix may be kept in. `CpuModel` knows how many bytes each takes, and refuses others by name."""
 
 
 class CpuWeights:
@@ -110,8 +109,8 @@ class _Recorder:
 
 def _stored(tensor: Tensor, kind: Rounding) -> tuple[NDArray[np.uint8], str, str]:
     """Return the bytes of a matrix [outputs, bytes of a row], their type, and the type to keep."""
-    if tensor.dtype in _BLOCKS:
-        return _checked_raw(tensor), tensor.dtype, tensor.dtype if kind == "file" else kind.upper()
+    if tensor.dtype in _KEPT:
+        return np.ascontiguousarray(tensor.raw()), tensor.dtype, tensor.dtype if kind == "file" else kind.upper()
     values: NDArray[np.float32] = np.ascontiguousarray(tensor.float32(), np.float32)
     return values.view(np.uint8), "F32", _sixteen_bits(values) if kind == "file" else kind.upper()
 
@@ -119,18 +118,3 @@ def _stored(tensor: Tensor, kind: Rounding) -> tuple[NDArray[np.uint8], str, str
 def _sixteen_bits(values: NDArray[np.float32]) -> str:
     largest: Any = np.max(np.abs(values), where=np.isfinite(values), initial=0)
     return "BF16" if largest > _F16_MAX else "F16"
-
-
-def _checked_raw(tensor: Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a matrix; `InvalidArgument` if they are not as many as its type and shape say."""
-    outputs, inputs = tensor.shape
-    block, block_bytes = _BLOCKS[tensor.dtype]
-    if inputs % block:
-        problem = f"{tensor.name} has {inputs} inputs, which are no whole blocks of {block} as {tensor.dtype} has them"
-        raise InvalidArgument("weights", problem)
-    raw = tensor.raw()
-    expected = (outputs, inputs // block * block_bytes)
-    if raw.dtype != np.uint8 or raw.shape != expected:
-        problem = f"{tensor.name} gives {raw.dtype} {list(raw.shape)}, its type {tensor.dtype} needs uint8 "
-        raise InvalidArgument("weights", f"{problem}{list(expected)}")
-    return np.ascontiguousarray(raw)

@@ -38,8 +38,9 @@ def new_block_tables(limits: StepLimits) -> NDArray[np.int32]:
 def checked_tables(step: Step, tables: NDArray[np.int32], limits: StepLimits) -> NDArray[np.int32]:
     """Check `step` and return a new array: the block tables with its changes applied.
 
-    A change at index 0 begins the table of a slot's new sequence, so what the slot knew before is forgotten. Raises
-    `InvalidArgument` that names the array and the numbers; nothing is written then.
+    A change at index 0 begins the table of a slot's new sequence, so what the slot knew before is forgotten. A block
+    may stand in several places as long as the step writes it for one of them at most. Raises `InvalidArgument` that
+    names the array and the numbers; nothing is written then.
     """
     _check_arrays(step)
     _check_rows(step, limits)
@@ -59,7 +60,18 @@ def checked_tables(step: Step, tables: NDArray[np.int32], limits: StepLimits) ->
                 "step.table_changes",
                 f"slot {slot} needs blocks for {kv_length} positions, its table lacks entries {unknown.tolist()}",
             )
+    _check_written(step, changed, limits.block_size)
     return changed
+
+
+def _check_written(step: Step, tables: NDArray[np.int32], block_size: int) -> None:
+    """Check that each block is written for one place: for two, the second would overwrite the first."""
+    firsts, ends = step.starts // block_size, -(-step.kv_lengths // block_size)
+    written = [tables[slot, first:end] for slot, first, end in zip(step.slots, firsts, ends, strict=True)]
+    blocks, places = np.unique(np.concatenate(written), return_counts=True)
+    twice = blocks[places > 1]
+    if twice.size:
+        raise InvalidArgument("step.table_changes", f"block {twice[0]} would be written for two places")
 
 
 def _check_arrays(step: Step) -> None:

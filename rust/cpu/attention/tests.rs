@@ -4,7 +4,7 @@
 
 use super::{Place, Queries, Scratch, attend, queries_at_once};
 use crate::cpu::kv::{KvKind, KvPool, KvShape};
-use crate::cpu::lanes::{InstructionSet, Kernel, Lanes};
+use crate::cpu::lanes::InstructionSet;
 
 /// A small generator of numbers around 0: the same ones every time.
 struct Numbers(u64);
@@ -102,26 +102,6 @@ impl Stored {
     }
 }
 
-struct Call<'a> {
-    stored: &'a Stored,
-    kv_head: usize,
-    queries: Queries<'a>,
-    scratch: &'a mut Scratch,
-}
-
-impl Kernel for Call<'_> {
-    type Output = Vec<f32>;
-
-    #[inline(always)]
-    fn run<L: Lanes>(self, lanes: L) -> Vec<f32> {
-        let place = Place { layer: 1, kv_head: self.kv_head, table: &self.stored.table };
-        let mut out = vec![0.0; self.queries.values.len()];
-        // SAFETY: nobody writes to the pool.
-        unsafe { attend(lanes, &self.stored.pool, place, self.queries, &mut out, self.scratch) };
-        out
-    }
-}
-
 /// Attention of `count` queries from `first` on, `heads` of the group at a time: for each query, each head's.
 fn attended(
     set: InstructionSet,
@@ -139,7 +119,10 @@ fn attended(
             let of_query = |query: &Vec<f32>| query[these.start * head_size..these.end * head_size].to_vec();
             let values: Vec<f32> = sequence.queries[first..first + count].iter().flat_map(of_query).collect();
             let queries = Queries { values: &values, heads: these.len(), first_position: first };
-            let out = set.run(Call { stored, kv_head, queries, scratch: &mut scratch });
+            let place = Place { layer: 1, kv_head, table: &stored.table };
+            let mut out = vec![0.0; values.len()];
+            // SAFETY: nobody writes to the pool.
+            unsafe { attend(set, &stored.pool, place, queries, &mut out, &mut scratch) };
             for (result, out) in results.iter_mut().zip(out.chunks(these.len() * head_size)) {
                 for (head, out) in these.clone().zip(out.chunks(head_size)) {
                     result[head] = out.to_vec();
@@ -191,11 +174,13 @@ fn bits_do_not_depend_on_what_is_computed_together() {
         let sequence = Sequence::new(140, shape);
         let stored = Stored::new(&sequence, KvKind::F16, 16, (1e4, 1));
         let all: Vec<u32> = bits(&attended(fastest(), (&sequence, &stored), 0, 140, shape[1]));
-        for (count, heads) in [(1, shape[1]), (1, 1), (2, 2), (3, shape[1]), (7, 1), (64, 3), (139, shape[1])] {
+        let cases = [(1, shape[1]), (1, 1), (2, 2), (3, shape[1]), (7, 1), (64, 3), (139, shape[1])];
+        for (set, (count, heads)) in InstructionSet::all().into_iter().flat_map(|set| cases.map(|case| (set, case))) {
             let parts = (0..140).step_by(count).flat_map(|first| {
-                attended(fastest(), (&sequence, &stored), first, count.min(140 - first), heads.min(shape[1]))
+                attended(set, (&sequence, &stored), first, count.min(140 - first), heads.min(shape[1]))
             });
-            assert!(bits(&parts.collect::<Vec<_>>()) == all, "{shape:?}: {count} queries, {heads} heads");
+            let is_same = bits(&parts.collect::<Vec<_>>()) == all;
+            assert!(is_same, "{} {shape:?}: {count} queries, {heads} heads", set.name());
         }
     }
 }

@@ -157,3 +157,16 @@ impl InstructionSet {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_say_which_instruction_sets_they_ran_on() {
+        let names: Vec<&str> = InstructionSet::all().into_iter().map(InstructionSet::name).collect();
+        println!("instruction sets of this machine, those that the tests compare: {}", names.join(", "));
+        assert!(matches!(names.last(), Some(&("portable" | "neon"))));
+        assert!(names.len() <= 3);
+    }
+}

@@ -1,0 +1,341 @@
+//! The class `CpuDevice`: extract, lock, call, map.
+
+use std::mem;
+use std::process;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+
+use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::{PyOverflowError, PyRuntimeError};
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+use pyo3::types::{IntoPyDict, PyDict};
+
+use super::arrays::{array, writable};
+use super::cpu_model::PyCpuModel;
+use super::cpu_step::step_arrays;
+use super::errors::InvalidArgument;
+use super::whole::Whole;
+use crate::cpu::{CpuDevice, DeviceSettings, InstructionSet, KvKind, LaunchError, OP_KINDS, Refusal, RopeTable};
+
+/// Threads that a device may have.
+const MOST_THREADS: u32 = 1024;
+
+impl From<Refusal> for PyErr {
+    fn from(refusal: Refusal) -> Self {
+        InvalidArgument::new_err((refusal.field, refusal.problem))
+    }
+}
+
+impl From<LaunchError> for PyErr {
+    fn from(error: LaunchError) -> Self {
+        match error {
+            LaunchError::Refused(refusal) => refusal.into(),
+            LaunchError::OutOfMemory(error) => error.into(),
+            LaunchError::NoThreads(_) => PyRuntimeError::new_err(error.to_string()),
+        }
+    }
+}
+
+/// Names of the instruction sets that this machine has, the fastest first.
+#[pyfunction]
+pub(super) fn cpu_instructions() -> Vec<&'static str> {
+    InstructionSet::all().into_iter().map(InstructionSet::name).collect()
+}
+
+/// A device, and the number of its newest step.
+struct Counted {
+    device: CpuDevice,
+    num_launched: u64,
+    /// The step whose logits there are: the newest, or 0 where a bug broke off another one.
+    logits_of: u64,
+}
+
+/// Computes steps of a `CpuModel` over a KV pool of its own. See `reprieve.step.Device`.
+///
+/// `cos` and `sin` [positions, `head_size` / 2] are the rotary angles of all positions that a sequence may have.
+#[pyclass(frozen, name = "CpuDevice", module = "reprieve._native")]
+pub(super) struct PyCpuDevice {
+    counted: Mutex<Counted>,
+    /// The process that uses the device: the maker, or a child that has found the lock free since.
+    process: AtomicU32,
+    kv_shape: (usize, usize, usize, usize, usize),
+    block_bytes: usize,
+    num_blocks: usize,
+    set: InstructionSet,
+    threads: usize,
+}
+
+impl PyCpuDevice {
+    /// A holder of this lock computes with the interpreter's lock given up, so it must not be waited for with that one
+    /// in hand. Nothing may run Python while it is held.
+    ///
+    /// In a forked child, a lock that was held at the fork is held for ever: its holder is in the parent. So the first
+    /// to come there does not wait; as the interpreter's lock is in its hand, no other thread of the child holds it.
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Counted>> {
+        let process = process::id();
+        if self.process.load(Ordering::Relaxed) == process {
+            return Ok(self.counted.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner));
+        }
+        let counted = match self.counted.try_lock() {
+            Ok(counted) => counted,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                let problem = "the device was computing when this process was forked; make a new one";
+                return Err(PyRuntimeError::new_err(problem));
+            }
+        };
+        self.process.store(process, Ordering::Relaxed);
+        Ok(counted)
+    }
+
+    /// The numbers of `blocks`, all of which are in the pool.
+    fn checked(&self, blocks: &[Bound<'_, PyAny>]) -> PyResult<Vec<u32>> {
+        let mut checked = Vec::with_capacity(blocks.len());
+        let mut bad = Vec::new();
+        for block in blocks {
+            match block.extract::<i64>() {
+                Ok(number) => match u32::try_from(number) {
+                    Ok(number) if (number as usize) < self.num_blocks => checked.push(number),
+                    _ => bad.push(number.to_string()),
+                },
+                Err(error) if error.is_instance_of::<PyOverflowError>(block.py()) => bad.push(block.to_string()),
+                Err(error) => return Err(error),
+            }
+        }
+        if bad.is_empty() {
+            return Ok(checked);
+        }
+        let problem = format!("[{}] are not among the pool's {} blocks", bad.join(", "), self.num_blocks);
+        Err(InvalidArgument::new_err(("blocks", problem)))
+    }
+
+    /// Refuses an image of another size than that of `blocks` blocks.
+    fn check_image(&self, blocks: usize, given: &PyBuffer<u8>, field: &'static str) -> PyResult<()> {
+        let expected = blocks.saturating_mul(self.block_bytes);
+        if given.shape() == [expected] {
+            return Ok(());
+        }
+        let problem = format!(
+            "must be {expected} bytes in one dimension ({blocks} blocks of {}), not uint8 {:?}",
+            self.block_bytes,
+            given.shape()
+        );
+        Err(InvalidArgument::new_err((field, problem)))
+    }
+}
+
+#[pymethods]
+impl PyCpuDevice {
+    #[new]
+    #[pyo3(signature = (model, *, num_blocks, block_size, num_slots, context_length, kv, cos, sin, threads,
+        instructions = None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    fn new(
+        py: Python<'_>,
+        model: &PyCpuModel,
+        num_blocks: Whole<u32>,
+        block_size: Whole<u32>,
+        num_slots: Whole<u32>,
+        context_length: Whole<u32>,
+        kv: &str,
+        cos: &Bound<'_, PyAny>,
+        sin: &Bound<'_, PyAny>,
+        threads: Whole<u32>,
+        instructions: Option<&str>,
+    ) -> PyResult<Self> {
+        for (field, Whole(value)) in [
+            ("num_blocks", num_blocks),
+            ("block_size", block_size),
+            ("num_slots", num_slots),
+            ("context_length", context_length),
+            ("threads", threads),
+        ] {
+            if value == 0 {
+                return Err(InvalidArgument::new_err((field, "must be at least 1, not 0")));
+            }
+        }
+        if threads.0 > MOST_THREADS {
+            let problem = format!("must be at most {MOST_THREADS}, not {}", threads.0);
+            return Err(InvalidArgument::new_err(("threads", problem)));
+        }
+        let program = model.program()?;
+        let settings = DeviceSettings {
+            num_blocks: num_blocks.0 as usize,
+            block_size: block_size.0 as usize,
+            num_slots: num_slots.0 as usize,
+            context_length: context_length.0 as usize,
+            kv: kv_kind(kv)?,
+            threads: threads.0 as usize,
+            set: instruction_set(instructions)?,
+        };
+        let positions = settings.context_length.min(settings.num_blocks.saturating_mul(settings.block_size));
+        let half = program.head_size() / 2;
+        let rope = RopeTable::new(half, angles(cos, "cos", positions, half)?, angles(sin, "sin", positions, half)?);
+        let device = py.detach(|| CpuDevice::new(program, settings, rope))?;
+        let shape = device.pool().shape();
+        Ok(Self {
+            kv_shape: (shape.layers, shape.kv_heads, 2, shape.head_size, shape.block_size),
+            block_bytes: device.pool().block_bytes(),
+            num_blocks: shape.num_blocks,
+            set: device.set(),
+            threads: device.num_threads(),
+            counted: Mutex::new(Counted { device, num_launched: 0, logits_of: 0 }),
+            process: AtomicU32::new(process::id()),
+        })
+    }
+
+    /// Compute `step`, write the token of each row, or a negative TOKEN_ value, to `tokens` [rows], and return the
+    /// step's number: the first that is computed is 1.
+    ///
+    /// The interpreter's lock is given up meanwhile. Raises `InvalidArgument` that names the array and the numbers, and
+    /// `MemoryError`, with nothing changed.
+    fn launch(&self, py: Python<'_>, step: &Bound<'_, PyAny>, tokens: &Bound<'_, PyAny>) -> PyResult<u64> {
+        let arrays = step_arrays(step)?;
+        let tokens = writable::<i32>(tokens, "tokens", &[arrays.slots.len()])?;
+        let mut guard = self.lock(py)?;
+        let counted = &mut *guard;
+        let logits_of = mem::take(&mut counted.logits_of);
+        let launched = py.detach(|| counted.device.launch(&arrays));
+        counted.num_launched += u64::from(launched.is_ok());
+        let number = counted.num_launched;
+        counted.logits_of = if launched.is_ok() { number } else { logits_of };
+        drop(guard);
+        let chosen = launched?;
+        tokens.copy_from_slice(py, &chosen)?;
+        Ok(number)
+    }
+
+    /// Write the logits of step `number` to `out` [rows read back, logits of a row].
+    ///
+    /// Raises `RuntimeError` once another step was computed.
+    fn logits(&self, py: Python<'_>, number: Whole<u64>, out: &Bound<'_, PyAny>) -> PyResult<()> {
+        let out = array::<f32>(out, "out")?;
+        check_writable(&out)?;
+        let mut counted = self.lock(py)?;
+        if number.0 == 0 || number.0 != counted.logits_of {
+            return Err(PyRuntimeError::new_err("the logits are gone: the device has computed another step since"));
+        }
+        let (rows, width) = counted.device.logits_shape();
+        if out.shape() != [rows, width] {
+            let problem = format!("must have the shape [{rows}, {width}], not {:?}", out.shape());
+            return Err(InvalidArgument::new_err(("out", problem)));
+        }
+        let mut logits = Vec::with_capacity(rows * width);
+        for row in 0..rows {
+            logits.extend_from_slice(counted.device.logits(row));
+        }
+        drop(counted);
+        out.copy_from_slice(py, &logits)
+    }
+
+    /// Rows that the last step read back, and how many logits each has.
+    #[getter]
+    fn logits_shape(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
+        Ok(self.lock(py)?.device.logits_shape())
+    }
+
+    /// Copy the bytes of `blocks`, in this order, to `out` [blocks * `block_bytes`].
+    #[expect(clippy::needless_pass_by_value, reason = "how a sequence is taken")]
+    fn gather(&self, py: Python<'_>, blocks: Vec<Bound<'_, PyAny>>, out: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks = self.checked(&blocks)?;
+        let out = array::<u8>(out, "out")?;
+        self.check_image(blocks.len(), &out, "out")?;
+        check_writable(&out)?;
+        let mut bytes = vec![0; out.item_count()];
+        self.lock(py)?.device.pool().gather(&blocks, &mut bytes);
+        out.copy_from_slice(py, &bytes)
+    }
+
+    /// Write the bytes of `image` [blocks * `block_bytes`], as `gather` gave them, to `blocks`; each may be named once.
+    #[expect(clippy::needless_pass_by_value, reason = "how a sequence is taken")]
+    fn scatter(&self, py: Python<'_>, blocks: Vec<Bound<'_, PyAny>>, image: &Bound<'_, PyAny>) -> PyResult<()> {
+        let blocks = self.checked(&blocks)?;
+        let image = array::<u8>(image, "image")?;
+        self.check_image(blocks.len(), &image, "image")?;
+        let mut sorted = blocks.clone();
+        sorted.sort_unstable();
+        sorted.dedup();
+        if sorted.len() != blocks.len() {
+            return Err(InvalidArgument::new_err(("blocks", format!("names a block twice: {blocks:?}"))));
+        }
+        let image = image.to_vec(py)?;
+        self.lock(py)?.device.pool_mut().scatter(&blocks, &image);
+        Ok(())
+    }
+
+    /// Bytes of one block in all layers.
+    #[getter]
+    fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// (layers, KV heads, keys and values, head size, block size): in each block the keys lie across.
+    #[getter]
+    fn kv_shape(&self) -> (usize, usize, usize, usize, usize) {
+        self.kv_shape
+    }
+
+    /// The instruction set in use.
+    #[getter]
+    fn instructions(&self) -> &'static str {
+        self.set.name()
+    }
+
+    /// Threads that compute.
+    #[getter]
+    fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Seconds that steps have taken, by kind of operation.
+    fn op_seconds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let seconds = self.lock(py)?.device.op_seconds();
+        OP_KINDS.into_iter().zip(seconds).into_py_dict(py)
+    }
+}
+
+/// Refuses an array that cannot be written whole.
+fn check_writable<T: Element>(out: &PyBuffer<T>) -> PyResult<()> {
+    if out.readonly() || !out.is_c_contiguous() {
+        return Err(InvalidArgument::new_err(("out", "must be a C-contiguous array that can be written")));
+    }
+    Ok(())
+}
+
+/// cos or sin of at least `positions` positions.
+fn angles(object: &Bound<'_, PyAny>, field: &'static str, positions: usize, half: usize) -> PyResult<Vec<f32>> {
+    let buffer = array::<f32>(object, field)?;
+    match buffer.shape() {
+        &[rows, width] if rows >= positions && width == half && buffer.is_c_contiguous() => {
+            let mut values = buffer.to_vec(object.py())?;
+            values.truncate(positions * half);
+            Ok(values)
+        }
+        shape => {
+            let problem = format!("must be C-contiguous [at least {positions}, {half}], not {shape:?}");
+            Err(InvalidArgument::new_err((field, problem)))
+        }
+    }
+}
+
+fn kv_kind(name: &str) -> PyResult<KvKind> {
+    match name {
+        "f32" => Ok(KvKind::F32),
+        "f16" => Ok(KvKind::F16),
+        "bf16" => Ok(KvKind::Bf16),
+        other => Err(InvalidArgument::new_err(("kv", format!("must be \"f32\", \"f16\" or \"bf16\", not {other:?}")))),
+    }
+}
+
+fn instruction_set(name: Option<&str>) -> PyResult<InstructionSet> {
+    let known = InstructionSet::all();
+    match name {
+        None => Ok(known[0]),
+        Some(name) => known.iter().copied().find(|set| set.name() == name).ok_or_else(|| {
+            let names: Vec<&str> = known.iter().map(|set| set.name()).collect();
+            let problem = format!("must be one of this machine's, {}, not {name:?}", names.join(", "));
+            InvalidArgument::new_err(("instructions", problem))
+        }),
+    }
+}
