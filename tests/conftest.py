@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,16 @@ from reprieve import LoadedModel, load
 from reprieve.hub import demo_model
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """Take SIGINT as a terminal's program does: one that was started in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")
