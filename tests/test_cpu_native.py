@@ -135,7 +135,8 @@ def test_images_of_the_wrong_size_and_blocks_that_are_not_there_are_named() -> N
     image = np.empty(device.block_bytes, np.uint8)
     device.gather([1], image)
     kept = image.copy()
-    for blocks in ([3], [-1], [2**70], [-(2**70)]):
+    strange: list[Any] = [[3], [-1], [2**70], [-(2**70)], [1.0], ["1"], [None]]
+    for blocks in strange:
         for call in (device.gather, device.scatter):
             with pytest.raises(InvalidArgument) as caught:
                 call(blocks, image)
@@ -160,3 +161,10 @@ def test_a_child_forked_while_the_device_computes_is_told_so_and_does_not_hang()
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "the device was computing when this process was forked; make a new one\n", done.stderr
     assert done.returncode == 0
+
+
+def test_where_memory_is_short_a_call_fails_and_not_the_process() -> None:
+    script = Path(__file__).parent / "short_memory_case.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gather MemoryError\nscatter MemoryError\nweights MemoryError\nas before\n"

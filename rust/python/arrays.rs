@@ -3,6 +3,7 @@
 //! Getting them may run Python, so it is done while the books are not locked.
 
 use pyo3::buffer::{Element, PyBuffer};
+use pyo3::exceptions::PyMemoryError;
 use pyo3::prelude::*;
 use pyo3::types::PySlice;
 
@@ -44,6 +45,24 @@ pub(super) fn writable<T: Element>(
         return Err(refuse("must be a C-contiguous array that can be written".into()));
     }
     Ok(buffer)
+}
+
+/// `len` zeros, or `MemoryError`: where memory is short, one call fails and not the process.
+pub(super) fn zeros<T: Element + Default>(len: usize) -> PyResult<Vec<T>> {
+    let mut zeros = Vec::new();
+    zeros.try_reserve_exact(len).map_err(|_| {
+        let bytes = len as u128 * size_of::<T>() as u128;
+        PyMemoryError::new_err(format!("there is no memory of {bytes} bytes"))
+    })?;
+    zeros.resize(len, T::default());
+    Ok(zeros)
+}
+
+/// A copy of the elements of `buffer`, or `MemoryError`.
+pub(super) fn contents<T: Element + Default>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<T>> {
+    let mut elements = zeros(buffer.item_count())?;
+    buffer.copy_to_slice(py, &mut elements)?;
+    Ok(elements)
 }
 
 /// The arrays of a `StepBuffers`, as far as one step uses them.

@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use pyo3::buffer::{Element, PyBuffer};
-use pyo3::exceptions::{PyOverflowError, PyRuntimeError};
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 use pyo3::types::{IntoPyDict, PyDict};
 
-use super::arrays::{array, writable};
+use super::arrays::{array, contents, writable, zeros};
 use super::cpu_model::PyCpuModel;
 use super::cpu_step::step_arrays;
 use super::errors::InvalidArgument;
@@ -99,8 +99,8 @@ impl PyCpuDevice {
                     Ok(number) if (number as usize) < self.num_blocks => checked.push(number),
                     _ => bad.push(number.to_string()),
                 },
-                Err(error) if error.is_instance_of::<PyOverflowError>(block.py()) => bad.push(block.to_string()),
-                Err(error) => return Err(error),
+                // Too large for any number here, or no whole number.
+                Err(_) => bad.push(block.repr().map(|repr| repr.to_string()).unwrap_or_default()),
             }
         }
         if bad.is_empty() {
@@ -221,9 +221,9 @@ impl PyCpuDevice {
             let problem = format!("must have the shape [{rows}, {width}], not {:?}", out.shape());
             return Err(InvalidArgument::new_err(("out", problem)));
         }
-        let mut logits = Vec::with_capacity(rows * width);
-        for row in 0..rows {
-            logits.extend_from_slice(counted.device.logits(row));
+        let mut logits = zeros(rows * width)?;
+        for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
+            logits.copy_from_slice(counted.device.logits(row));
         }
         drop(counted);
         out.copy_from_slice(py, &logits)
@@ -242,7 +242,7 @@ impl PyCpuDevice {
         let out = array::<u8>(out, "out")?;
         self.check_image(blocks.len(), &out, "out")?;
         check_writable(&out)?;
-        let mut bytes = vec![0; out.item_count()];
+        let mut bytes = zeros(out.item_count())?;
         self.lock(py)?.device.pool().gather(&blocks, &mut bytes);
         out.copy_from_slice(py, &bytes)
     }
@@ -259,7 +259,7 @@ impl PyCpuDevice {
         if sorted.len() != blocks.len() {
             return Err(InvalidArgument::new_err(("blocks", format!("names a block twice: {blocks:?}"))));
         }
-        let image = image.to_vec(py)?;
+        let image = contents(py, &image)?;
         self.lock(py)?.device.pool_mut().scatter(&blocks, &image);
         Ok(())
     }
@@ -308,7 +308,7 @@ fn angles(object: &Bound<'_, PyAny>, field: &'static str, positions: usize, half
     let buffer = array::<f32>(object, field)?;
     match buffer.shape() {
         &[rows, width] if rows >= positions && width == half && buffer.is_c_contiguous() => {
-            let mut values = buffer.to_vec(object.py())?;
+            let mut values = contents(object.py(), &buffer)?;
             values.truncate(positions * half);
             Ok(values)
         }

@@ -6,7 +6,7 @@ use pyo3::buffer::Element;
 use pyo3::exceptions::{PyMemoryError, PyRuntimeError};
 use pyo3::prelude::*;
 
-use super::arrays::array;
+use super::arrays::{array, contents};
 use super::errors::InvalidArgument;
 use super::whole::Whole;
 use crate::cpu::{
@@ -192,12 +192,12 @@ impl PyCpuModel {
 }
 
 /// The elements of a C-contiguous array of any shape.
-fn flat<T: Element>(object: &Bound<'_, PyAny>, field: &'static str) -> PyResult<Vec<T>> {
+fn flat<T: Element + Default>(object: &Bound<'_, PyAny>, field: &'static str) -> PyResult<Vec<T>> {
     let buffer = array::<T>(object, field)?;
     if !buffer.is_c_contiguous() {
         return Err(InvalidArgument::new_err((field, "must be a C-contiguous array")));
     }
-    buffer.to_vec(object.py())
+    contents(object.py(), &buffer)
 }
 
 fn kind(name: &str, field: &'static str) -> PyResult<WeightKind> {

@@ -3,12 +3,12 @@
 use pyo3::buffer::{Element, PyBuffer};
 use pyo3::prelude::*;
 
-use super::arrays::array;
+use super::arrays::{array, contents};
 use super::errors::InvalidArgument;
 use crate::cpu::StepArrays;
 
 /// An array of a step, which must have as many dimensions as `shape` and as many elements where `shape` says.
-fn step_array<T: Element>(
+fn step_array<T: Element + Default>(
     step: &Bound<'_, PyAny>,
     name: &str,
     field: &'static str,
@@ -28,7 +28,7 @@ fn step_array<T: Element>(
             format!("must be C-contiguous {} {shape}, not {:?}, {layout}", std::any::type_name::<T>(), buffer.shape());
         return Err(InvalidArgument::new_err((field, problem)));
     }
-    buffer.to_vec(step.py())
+    contents(step.py(), &buffer)
 }
 
 /// The arrays of `step`, a `reprieve.step.Step`.

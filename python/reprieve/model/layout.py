@@ -164,7 +164,7 @@ def _expected(config: ModelConfig, model: ModelWeights) -> Iterator[tuple[Tensor
     """Yield each weight with the shape that it must have."""
     shapes = layer_shapes(config)
     for tensor in (model.embedding, model.output):
-        yield tensor, (max(config.vocab_size, *tensor.shape[:1]), config.hidden_size)
+        yield tensor, (max((config.vocab_size, *tensor.shape[:1])), config.hidden_size)
     yield model.final_norm, (config.hidden_size,)
     if len(model.layers) != config.num_layers:
         raise InvalidArgument("weights", f"have {len(model.layers)} layers, the model needs {config.num_layers}")
