@@ -176,3 +176,14 @@ def test_a_step_that_reads_nothing_still_writes_its_kv(device: LogitDevice) -> N
     assert np.count_nonzero(block.view(np.float32)) == len(block) // 4 // 2
     device.launch(replace(step, table_changes=make_step([], [(3, 0, 8)]).table_changes))
     assert np.array_equal(device.gather([8]), block)
+
+
+def test_a_weight_of_another_shape_is_refused_by_name(kind: DeviceKind) -> None:
+    config = tiny_config()
+    weights = tiny_weights(config)
+    wrong = ArrayTensor("blk.0.odd", np.zeros((47, 64), np.float32))
+    broken = replace(weights, layers=(replace(weights.layers[0], o=wrong), weights.layers[1]))
+    with pytest.raises(InvalidArgument, match=r"blk\.0\.odd is \[47, 64\], the model needs \[48, 64\]"):
+        kind.weights(config, broken)
+    with pytest.raises(InvalidArgument, match="1 layers, the model needs 2"):
+        kind.weights(config, replace(weights, layers=weights.layers[:1]))

@@ -8,7 +8,8 @@ mod tests;
 use std::array;
 use std::ops::Range;
 
-use super::kv::{Blocks, Element, F32, KvPool, KvShape, Numbers, Position, Strip};
+use super::element::{Element, F32};
+use super::kv::{Blocks, KvPool, KvShape, Numbers, Position, Strip};
 use super::lanes::{InstructionSet, Kernel, LANES, Lanes};
 use tile::{Chunk, KV_TILE, MAX_PAIRS, STRIPS, Tile};
 

@@ -3,10 +3,12 @@
 //! A *panel* is 32 outputs of a matrix, its cells one after another along the inputs. Every cell decodes to the exact
 //! values that the file's type stands for, so a product does not depend on how its weights are stored.
 
-use half::{bf16, f16};
+use half::f16;
 
+use super::element::{Bf16, Element, F16, F32};
 use super::lanes::{LANES, Lanes};
 use super::memory::Plain;
+use super::weight_kind::nibble;
 
 /// Outputs in a panel.
 pub(crate) const PANEL: usize = 2 * LANES;
@@ -44,20 +46,17 @@ fn half_of<T>(values: &[T; PANEL], half: Half) -> &[T; LANES] {
     side.try_into().expect("half of 32 is 16")
 }
 
-/// f32 weights of one input.
+/// Weights of one input as plain numbers.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-pub(crate) struct F32Cell(pub [f32; PANEL]);
+pub(crate) struct PlainCell<E: Element>(pub [E::Bits; PANEL]);
 
-/// Half-precision weights of one input, as bits.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(crate) struct F16Cell(pub [u16; PANEL]);
-
-/// bfloat16 weights of one input, as bits.
-#[derive(Clone, Copy)]
-#[repr(C, align(64))]
-pub(crate) struct Bf16Cell(pub [u16; PANEL]);
+/// f32 weights.
+pub(crate) type F32Cell = PlainCell<F32>;
+/// Half-precision weights, as bits.
+pub(crate) type F16Cell = PlainCell<F16>;
+/// bfloat16 weights, as bits.
+pub(crate) type Bf16Cell = PlainCell<Bf16>;
 
 /// 32 inputs of type `Q8_0`: scale * value.
 #[derive(Clone, Copy)]
@@ -93,11 +92,7 @@ const _: () = assert!(size_of::<Q40Cell>() == 2 * PANEL + QUANT_BLOCK * LANES);
 const _: () = assert!(size_of::<Q41Cell>() == 4 * PANEL + QUANT_BLOCK * LANES);
 
 // SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
-unsafe impl Plain for F32Cell {}
-// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
-unsafe impl Plain for F16Cell {}
-// SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
-unsafe impl Plain for Bf16Cell {}
+unsafe impl<E: Element + Copy> Plain for PlainCell<E> {}
 // SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for Q8Cell {}
 // SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
@@ -105,7 +100,7 @@ unsafe impl Plain for Q40Cell {}
 // SAFETY: numbers of which any bits are valid, with no padding, as asserted above.
 unsafe impl Plain for Q41Cell {}
 
-impl Cell for F32Cell {
+impl<E: Element + Copy> Cell for PlainCell<E> {
     const INPUTS: usize = 1;
     type Scales<L: Lanes> = ();
 
@@ -114,7 +109,7 @@ impl Cell for F32Cell {
 
     #[inline(always)]
     fn weights<L: Lanes>(&self, lanes: L, (): (), _: usize, half: Half) -> L::F {
-        lanes.load(half_of(&self.0, half))
+        E::load(lanes, half_of(&self.0, half))
     }
 
     #[inline(always)]
@@ -123,51 +118,7 @@ impl Cell for F32Cell {
     }
 
     fn value(&self, _: usize, output: usize) -> f32 {
-        self.0[output]
-    }
-}
-
-impl Cell for F16Cell {
-    const INPUTS: usize = 1;
-    type Scales<L: Lanes> = ();
-
-    #[inline(always)]
-    fn scales<L: Lanes>(&self, _: L, _: Half) {}
-
-    #[inline(always)]
-    fn weights<L: Lanes>(&self, lanes: L, (): (), _: usize, half: Half) -> L::F {
-        lanes.load_f16(half_of(&self.0, half))
-    }
-
-    #[inline(always)]
-    fn address(&self, _: usize) -> *const u8 {
-        self.0.as_ptr().cast()
-    }
-
-    fn value(&self, _: usize, output: usize) -> f32 {
-        f16::from_bits(self.0[output]).to_f32()
-    }
-}
-
-impl Cell for Bf16Cell {
-    const INPUTS: usize = 1;
-    type Scales<L: Lanes> = ();
-
-    #[inline(always)]
-    fn scales<L: Lanes>(&self, _: L, _: Half) {}
-
-    #[inline(always)]
-    fn weights<L: Lanes>(&self, lanes: L, (): (), _: usize, half: Half) -> L::F {
-        lanes.load_bf16(half_of(&self.0, half))
-    }
-
-    #[inline(always)]
-    fn address(&self, _: usize) -> *const u8 {
-        self.0.as_ptr().cast()
-    }
-
-    fn value(&self, _: usize, output: usize) -> f32 {
-        bf16::from_bits(self.0[output]).to_f32()
+        E::widen(self.0[output])
     }
 }
 
@@ -202,12 +153,6 @@ fn nibbles_of<L: Lanes>(lanes: L, bytes: &[u8; LANES], half: Half) -> L::F {
     if half == Half::Lower { lanes.load_low_nibbles(bytes) } else { lanes.load_high_nibbles(bytes) }
 }
 
-/// The nibble of one output.
-fn nibble(bytes: &[u8; LANES], output: usize) -> f32 {
-    let byte = bytes[output % LANES];
-    f32::from(if output < LANES { byte & 15 } else { byte >> 4 })
-}
-
 impl Cell for Q40Cell {
     const INPUTS: usize = QUANT_BLOCK;
     type Scales<L: Lanes> = L::F;
@@ -229,7 +174,7 @@ impl Cell for Q40Cell {
     }
 
     fn value(&self, input: usize, output: usize) -> f32 {
-        f16::from_bits(self.scales[output]).to_f32() * (nibble(&self.nibbles[input], output) - 8.0)
+        f16::from_bits(self.scales[output]).to_f32() * (f32::from(nibble(&self.nibbles[input], output)) - 8.0)
     }
 }
 
@@ -255,6 +200,6 @@ impl Cell for Q41Cell {
 
     fn value(&self, input: usize, output: usize) -> f32 {
         let (scale, offset) = (f16::from_bits(self.scales[output]), f16::from_bits(self.offsets[output]));
-        scale.to_f32() * nibble(&self.nibbles[input], output) + offset.to_f32()
+        scale.to_f32() * f32::from(nibble(&self.nibbles[input], output)) + offset.to_f32()
     }
 }

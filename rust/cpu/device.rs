@@ -1,8 +1,8 @@
 //! The CPU device: a program, a KV pool, block tables, and the threads that run steps.
 
 use std::fmt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 use super::argmax::TOKEN_NOT_READ;
 use super::execute::{Context, OP_KINDS, Run, Workspace, buffer_len, logits_range};
@@ -12,7 +12,7 @@ use super::memory::{OutOfMemory, Shared};
 use super::program::Program;
 use super::rope::RopeTable;
 use super::step::{BlockTables, Refusal, StepArrays, StepLimits};
-use super::threads::Threads;
+use super::threads::{Threads, lock};
 
 /// What a device is made with.
 #[derive(Clone, Copy, Debug)]
@@ -186,7 +186,7 @@ impl CpuDevice {
     /// Seconds that steps have taken, by kind of operation: see [`OP_KINDS`].
     #[must_use]
     pub fn op_seconds(&self) -> [f64; OP_KINDS.len()] {
-        *self.seconds.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.seconds)
     }
 
     /// Makes every buffer large enough for a step, or none; none shrinks. What was in those that grow is lost.

@@ -1,8 +1,8 @@
 //! One step of a program: each thread takes units of each operation, and all meet before the next one.
 
 use std::ops::Range;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::argmax::{MaskedArgmax, TOKEN_NOT_READ};
@@ -18,7 +18,7 @@ use super::program::{LinearPart, ModelShape, Op, Order, Program, Rows, Value};
 use super::rope::{RopeTable, Rotate};
 use super::step::{BlockTables, CheckedStep};
 use super::swiglu::Swiglu;
-use super::threads::Worker;
+use super::threads::{Worker, lock};
 
 /// Kinds of operations whose time is told apart.
 pub const OP_KINDS: [&str; 7] = ["linear", "attention", "norm", "rope", "swiglu", "embed", "argmax"];
@@ -127,7 +127,7 @@ impl<'a> Run<'a> {
     /// # Safety
     /// The threads of one crew call this, each once: those that share a unit's results meet at one barrier.
     pub(crate) unsafe fn work(&self, worker: Worker<'_>) {
-        let mut workspace = self.context.workspaces[worker.index].lock().unwrap_or_else(PoisonError::into_inner);
+        let mut workspace = lock(&self.context.workspaces[worker.index]);
         let mut seconds = [0.0; OP_KINDS.len()];
         let mut begin = Instant::now();
         for (op, taken) in self.context.program.ops.iter().zip(&self.taken) {
@@ -148,7 +148,7 @@ impl<'a> Run<'a> {
             begin = end;
         }
         if worker.index == 0 {
-            let mut totals = self.context.seconds.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut totals = lock(self.context.seconds);
             totals.iter_mut().zip(seconds).for_each(|(total, seconds)| *total += seconds);
         }
     }

@@ -1,13 +1,10 @@
 //! The KV pool: blocks of keys and values, and copies of whole blocks.
 
-use std::fmt;
 use std::ops::Range;
 
-use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use half::{bf16, f16};
-
-use super::lanes::{LANES, Lanes};
-use super::memory::{OutOfMemory, Plain, Shared};
+use super::element::{Bf16, Element, F16, F32};
+use super::lanes::LANES;
+use super::memory::{OutOfMemory, Shared};
 
 /// The type of the pool's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,74 +30,6 @@ pub struct KvShape {
     pub head_size: usize,
     /// Positions in a block.
     pub block_size: usize,
-}
-
-/// A type of number that the pool may hold.
-pub(crate) trait Element: Send + Sync + 'static {
-    type Bits: Plain + Default + fmt::Debug;
-
-    fn load<L: Lanes>(lanes: L, bits: &[Self::Bits; LANES]) -> L::F;
-    fn widen(bits: Self::Bits) -> f32;
-    /// Rounds to nearest, ties to even; a NaN stays one. Both slices are equally long.
-    fn round(values: &[f32], to: &mut [Self::Bits]);
-}
-
-#[derive(Debug)]
-pub(crate) struct F32;
-#[derive(Debug)]
-pub(crate) struct F16;
-#[derive(Debug)]
-pub(crate) struct Bf16;
-
-impl Element for F32 {
-    type Bits = f32;
-
-    #[inline(always)]
-    fn load<L: Lanes>(lanes: L, bits: &[f32; LANES]) -> L::F {
-        lanes.load(bits)
-    }
-
-    fn widen(bits: f32) -> f32 {
-        bits
-    }
-
-    fn round(values: &[f32], to: &mut [f32]) {
-        to.copy_from_slice(values);
-    }
-}
-
-impl Element for F16 {
-    type Bits = u16;
-
-    #[inline(always)]
-    fn load<L: Lanes>(lanes: L, bits: &[u16; LANES]) -> L::F {
-        lanes.load_f16(bits)
-    }
-
-    fn widen(bits: u16) -> f32 {
-        f16::from_bits(bits).to_f32()
-    }
-
-    fn round(values: &[f32], to: &mut [u16]) {
-        to.reinterpret_cast_mut::<f16>().convert_from_f32_slice(values);
-    }
-}
-
-impl Element for Bf16 {
-    type Bits = u16;
-
-    #[inline(always)]
-    fn load<L: Lanes>(lanes: L, bits: &[u16; LANES]) -> L::F {
-        lanes.load_bf16(bits)
-    }
-
-    fn widen(bits: u16) -> f32 {
-        bf16::from_bits(bits).to_f32()
-    }
-
-    fn round(values: &[f32], to: &mut [u16]) {
-        to.reinterpret_cast_mut::<bf16>().convert_from_f32_slice(values);
-    }
 }
 
 /// Blocks of one type of number.
@@ -382,6 +311,8 @@ impl KvPool {
 #[cfg(test)]
 #[expect(clippy::cast_precision_loss, reason = "small numbers")]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
 
     const KINDS: [KvKind; 3] = [KvKind::F32, KvKind::F16, KvKind::Bf16];

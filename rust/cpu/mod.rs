@@ -9,6 +9,7 @@ mod argmax;
 mod attention;
 mod cells;
 mod device;
+mod element;
 mod execute;
 mod exp;
 mod groups;

@@ -141,7 +141,7 @@ class CpuDevice:
 
     def op_seconds(self) -> dict[str, float]:
         """Return the seconds that each kind of operation has taken since the device was made."""
-        return dict(self._open().op_seconds())
+        return self._open().op_seconds()
 
     def gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """See `Device.gather`; raises `InvalidArgument` for a block that is not there."""

@@ -3,8 +3,9 @@
 use std::array;
 use std::ops::Range;
 
+use crate::cpu::element::Element;
 use crate::cpu::exp::exp_of_nonpositive;
-use crate::cpu::kv::{Element, Strip};
+use crate::cpu::kv::Strip;
 use crate::cpu::lanes::{Kernel, LANES, Lanes};
 
 /// Positions in a tile. Constant: it must depend neither on the block size nor on the batch.
