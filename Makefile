@@ -77,6 +77,10 @@ bench: dev ## Measure the books, in Rust and through Python, and the CPU product
 bench-cpu: dev ## Measure the CPU device end to end, against what this machine can do
 	PYTHONPATH=tests $(BIN)/python benches/decode.py
 
+.PHONY: bench-depths
+bench-depths: dev ## Compare steps in flight on the CPU device
+	PYTHONPATH=tests:. $(BIN)/python benches/depths.py --over-runs
+
 .PHONY: bench-peers
 bench-peers: dev $(PEERS)/built ## Compare with llama.cpp and vLLM, installed into .venv-peers (6 GB)
 	$(BIN)/python -m benches.peers.compare
@@ -86,11 +90,13 @@ bench-check: dev ## Run each benchmark once, to see that it works
 	cargo bench --locked --bench books -- --test
 	cargo bench --locked --bench products -- --test
 	PYTHONPATH=tests $(BIN)/python benches/decode.py --types Q4_1 --batches 1 4 --steps 2 --rounds 1
+	PYTHONPATH=tests:. $(BIN)/python benches/depths.py --batches 1 --steps 2 --rounds 1 --over-runs
 	$(BIN)/python -m pytest benches --benchmark-disable
 
 .PHONY: picture
-picture: dev ## Draw README's picture of the demo
+picture: dev ## Draw README's pictures of the demo
 	$(BIN)/python docs/draw_demo.py docs/demo.svg
+	$(BIN)/python docs/draw_trace.py docs/trace.svg
 
 .PHONY: wheel
 wheel: $(VENV)/tools ## Build the abi3 wheel into target/wheels

@@ -1,7 +1,11 @@
-"""Measures one decode step in the books through Python: pick, reserve, fill, commit; with a pause in each step too."""
+"""Measures one decode step in the books through Python: pick, reserve, fill, commit.
+
+Also with another step in flight meanwhile, and with a pause in each step.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +43,7 @@ class Decoding:
         self.buffers = StepBuffers(self.books.step_shape())
         self.tokens = np.full(residents, 7, np.int32)
         self.outcomes = np.zeros(residents, np.uint8)
+        self.in_flight: deque[int] = deque()  # rows of each step in flight
         prompt = [1] * positions
         seqs = [self.books.submit(prompt, stop_token_ids=[2]) for _ in range(residents)]
         for seq in seqs:  # one at a time, spilled in between, so that nobody gets ahead of the others
@@ -48,19 +53,23 @@ class Decoding:
         for seq in seqs:
             self.books.admit(seq)
 
-    def step(self) -> None:
-        """Do one step."""
-        rows = self.books.rows()
+    def launch(self) -> None:
+        """Put the next step in flight."""
+        self.in_flight.append(self.books.rows())
         self.books.reserve()
         self.books.fill(self.buffers)
-        self.books.commit(self.tokens[:rows], self.outcomes)
+
+    def step(self) -> None:
+        """Launch one step and settle the oldest, which is another one if one was in flight."""
+        self.launch()
+        self.books.commit(self.tokens[: self.in_flight.popleft()], self.outcomes)
 
     def step_with_pause(self, by: ParkBy) -> None:
         """Park the victim that a shortage would choose, let it in again, and do one step."""
         books = self.books
         spill_blocks = SPILL_BLOCKS if by == "spill" else 0
         victim = books.victim(spill_blocks)
-        assert victim is not None
+        assert isinstance(victim, int)
         books.park(victim, by)
         plan = books.next_arrival(spill_blocks)
         assert plan is not None
@@ -74,10 +83,13 @@ def measure(benchmark: BenchmarkFixture, step: Callable[[], None]) -> None:
     benchmark.pedantic(step, rounds=WINDOW - 8, warmup_rounds=8)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("positions", [1_024, 32_768])
 @pytest.mark.parametrize("residents", [32, 256, 1_024])
-def test_decode_step(benchmark: BenchmarkFixture, residents: int, positions: int) -> None:
+def test_decode_step(benchmark: BenchmarkFixture, residents: int, positions: int, depth: int) -> None:
     decoding = Decoding(residents, positions)
+    for _ in range(depth - 1):
+        decoding.launch()
     measure(benchmark, decoding.step)
     assert (decoding.outcomes == 1).all()  # everybody got a token in the last step
     decoding.books.check()

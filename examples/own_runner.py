@@ -1,7 +1,6 @@
 """The layer below the engine: books, retry loop and parking around a model runner of your own.
 
-The "model" here adds up the tokens before it, read back from a KV pool that is one NumPy array: whatever would get
-lost or mixed up on the way to the host and back would change its answers.
+The "model" adds up the tokens before it, read back from its KV pool: whatever got lost or mixed up would change it.
 """
 
 from collections.abc import Sequence
@@ -19,6 +18,9 @@ class DoneTicket:
     step: rp.Step
     result: rp.StepResult
 
+    def ready(self) -> bool:
+        return True
+
     def settle(self) -> rp.StepResult:
         return self.result
 
@@ -26,7 +28,7 @@ class DoneTicket:
 class AddingDevice:
     """A `reprieve.Device`: the next token is the sum of all tokens so far, modulo the vocabulary."""
 
-    kv_dtype, kv_shape, block_bytes = "i32", (BLOCK_SIZE,), 4 * BLOCK_SIZE
+    default_depth, kv_dtype, kv_shape, block_bytes = 1, "i32", (BLOCK_SIZE,), 4 * BLOCK_SIZE
 
     def __init__(self) -> None:
         self.pool = np.zeros((NUM_BLOCKS, BLOCK_SIZE), np.int32)
@@ -53,10 +55,8 @@ class AddingDevice:
 
 def main() -> None:
     device = AddingDevice()
-    books = rp.Ledger(
-        num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS, context_length=64, vocab_size=VOCAB,
-        step_tokens=32, row_tile=8,
-    )  # fmt: skip
+    books = rp.Ledger(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, num_slots=NUM_SLOTS, context_length=64,
+                      vocab_size=VOCAB, step_tokens=32, row_tile=8)  # fmt: skip
     parker = rp.Parker(books, device, rp.HostStore(6 * device.block_bytes), rp.NullListener())
     buffers, outcomes = rp.StepBuffers(books.step_shape()), np.zeros(NUM_SLOTS, np.uint8)
     answers: dict[int, list[int]] = {books.submit(range(n, n + 6), max_new_tokens=12): [] for n in range(5)}

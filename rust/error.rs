@@ -61,6 +61,13 @@ pub enum Problem {
         /// Blocks in the pool.
         total: u32,
     },
+    /// More ids than can be banned of one sequence at once.
+    TooManyBans {
+        /// Banned ids, think tokens, and the stop ids where there is a least number of tokens.
+        given: u64,
+        /// Most that is allowed.
+        most: u32,
+    },
     /// More than there is memory for.
     NoMemory {
         /// What was given.
@@ -92,6 +99,11 @@ impl fmt::Display for Problem {
                 write!(f, "has {given} tokens, the context holds {context_length}")
             }
             Self::NeverFits { needed, total } => write!(f, "needs {needed} KV blocks, the pool has {total} in all"),
+            Self::TooManyBans { given, most } => write!(
+                f,
+                "with think_tokens, and with the stop ids where there is min_tokens, {given} ids are banned at once; \
+                 at most {most} can be"
+            ),
             Self::NoMemory { given } => write!(f, "is {given}, and there is no memory for so many"),
             Self::TooShort { given, needed } => write!(f, "has {given} elements, this step needs {needed}"),
         }

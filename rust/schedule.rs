@@ -2,8 +2,8 @@
 
 use crate::error::BooksError;
 use crate::ids::{SeqId, blocks_for};
-use crate::ledger::{Ledger, ParkBy, Readback, Row, Sequence, State};
-use crate::victim::Candidate;
+use crate::ledger::{Ledger, Next, ParkBy, Plan, Readback, Row, Sequence};
+use crate::victim::{Candidate, Victim};
 
 /// Who comes in next, and who is parked first so that it fits.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -12,6 +12,8 @@ pub struct ArrivalPlan {
     pub seq: SeqId,
     /// Sequences of lower priority to park, in this order and in these ways. Usually none.
     pub victims: Vec<(SeqId, ParkBy)>,
+    /// A step in flight may make the parks needless, or needs who would be parked: settle it and ask again.
+    pub settle_first: bool,
 }
 
 /// What is free, or would be after some parks.
@@ -25,18 +27,20 @@ struct Room {
     /// Blocks that stay free for each resident.
     spare: u32,
     block_size: u32,
+    context_length: u32,
 }
 
 impl Room {
     fn of(ledger: &Ledger) -> Self {
-        let block_size = ledger.settings().block_size;
+        let (block_size, context_length) = (ledger.settings().block_size, ledger.settings().context_length);
         Self {
             slots: ledger.free_slots(),
             blocks: ledger.blocks().free(),
             residents: ledger.num_residents(),
-            growth: ledger.residents().map(|sequence| sequence.coming_growth(block_size)).sum(),
+            growth: ledger.residents().map(|sequence| sequence.coming_growth(block_size, context_length)).sum(),
             spare: ledger.settings().head_room,
             block_size,
+            context_length,
         }
     }
 
@@ -54,7 +58,7 @@ impl Room {
         if self.residents == 0 {
             return own <= free;
         }
-        let growth = u64::from(self.growth + newcomer.coming_growth(self.block_size));
+        let growth = u64::from(self.growth + newcomer.coming_growth(self.block_size, self.context_length));
         let head_room = u64::from(self.spare) * (u64::from(self.residents) + 1);
         own + growth + head_room <= free
     }
@@ -63,7 +67,13 @@ impl Room {
         self.slots += 1;
         self.blocks += frees;
         self.residents -= 1;
-        self.growth -= victim.coming_growth(self.block_size);
+        self.growth -= victim.coming_growth(self.block_size, self.context_length);
+    }
+
+    /// Counts what is fenced as free: it will be, and nobody needs to be parked for it.
+    fn with_fenced(&mut self, ledger: &Ledger) {
+        self.slots += ledger.fenced_slots();
+        self.blocks += ledger.fenced_blocks();
     }
 }
 
@@ -72,13 +82,18 @@ impl Room {
 pub fn next_arrival(ledger: &Ledger, spill_blocks: u32) -> Option<ArrivalPlan> {
     let head = ledger.waiting().next()?;
     let mut room = Room::of(ledger);
-    let mut plan = ArrivalPlan { seq: head.id(), victims: Vec::new() };
+    let mut plan = ArrivalPlan { seq: head.id(), victims: Vec::new(), settle_first: false };
     if room.fits(head) {
         return Some(plan);
+    }
+    room.with_fenced(ledger);
+    if room.fits(head) {
+        return None; // in a moment
     }
     let below = |candidate: &Candidate| candidate.priority < head.priority();
     let mut candidates: Vec<Candidate> = ledger.candidates(spill_blocks).filter(below).collect();
     ledger.settings().policy.sort(&mut candidates);
+    plan.settle_first = ledger.settling_frees();
     let mut spill_left = spill_blocks;
     for candidate in candidates {
         let victim = ledger.get(candidate.seq).expect("a candidate is live");
@@ -91,6 +106,7 @@ pub fn next_arrival(ledger: &Ledger, spill_blocks: u32) -> Option<ArrivalPlan> {
             continue; // those before it used up the budget that its image needs
         };
         room.without(victim, candidate.frees);
+        plan.settle_first |= candidate.in_flight;
         plan.victims.push((candidate.seq, by));
         if room.fits(head) {
             return Some(plan);
@@ -107,69 +123,75 @@ pub fn pick_rows(ledger: &mut Ledger) -> Result<usize, BooksError> {
     ledger.plan(choose_rows)
 }
 
-/// Decodes first, then at least one row tile for the oldest prefill or replay, then more chunks, oldest first.
-fn choose_rows(ledger: &Ledger, rows: &mut Vec<Row>) {
-    let block_size = ledger.settings().block_size;
+/// Decodes first, then at least one row tile for the oldest prefill or replay, then more chunks, oldest first. Whoever's
+/// next token needs the host sits out.
+fn choose_rows(ledger: &Ledger, plan: &mut Plan) {
+    let (block_size, context_length) = (ledger.settings().block_size, ledger.settings().context_length);
     let mut unfinished = Vec::new();
     for (key, sequence) in ledger.resident_keys() {
-        if sequence.state() == State::Decoding {
-            rows.push(Row {
-                key,
-                seq: sequence.id(),
-                slot: sequence.slot().expect("a resident has a slot"),
-                start: sequence.committed(),
-                num_new: 1,
-                readback: Readback::Argmax,
-                growth: sequence.growth(block_size),
-            });
-        } else {
-            unfinished.push((sequence.id(), key));
+        match sequence.next(context_length) {
+            Next::Chunk(remaining) => unfinished.push((sequence.id(), key, remaining)),
+            Next::Over => {}
+            Next::Decode if sequence.waits_for_host() => plan.sat_out.push(sequence.id()),
+            Next::Decode => {
+                let growth = sequence.growth(block_size, context_length);
+                plan.rows.push(Row { readback: Readback::Argmax, growth, ..Row::of(key, sequence, 1) });
+            }
         }
     }
     if unfinished.is_empty() {
         return; // already in slot order
     }
     unfinished.sort_unstable();
-    let decodes = u32::try_from(rows.len()).expect("at most one row a slot");
+    let decodes = u32::try_from(plan.rows.len()).expect("at most one row a slot");
     let mut left = ledger.settings().step_tokens.saturating_sub(decodes);
     let mut least = ledger.settings().row_tile;
-    for (seq, key) in unfinished {
+    for (seq, key, remaining) in unfinished {
         let sequence = ledger.get(seq).expect("a resident is live");
-        let remaining = sequence.target() - sequence.committed();
-        let num_new = remaining.min(left.max(std::mem::take(&mut least)));
+        let num_new = remaining.min(left.max(least));
         if num_new == 0 {
             break;
         }
-        left = left.saturating_sub(num_new);
         let samples = num_new == remaining && sequence.generated() == 0;
-        rows.push(Row {
-            key,
-            seq,
-            slot: sequence.slot().expect("a resident has a slot"),
-            start: sequence.committed(),
-            num_new,
-            readback: if samples { Readback::Argmax } else { Readback::Nothing },
-            growth: 0, // a chunk's blocks were taken when it came in
-        });
+        if samples && sequence.waits_for_host() {
+            plan.sat_out.push(seq);
+            continue;
+        }
+        least = 0;
+        left = left.saturating_sub(num_new);
+        let readback = if samples { Readback::Argmax } else { Readback::Nothing };
+        // A chunk's blocks were taken when it came in.
+        plan.rows.push(Row { readback, growth: 0, ..Row::of(key, sequence, num_new) });
     }
-    rows.sort_unstable_by_key(|row| row.slot);
+    plan.rows.sort_unstable_by_key(|row| row.slot);
 }
 
-/// The sequence that gives way so that the next step fits; None if nobody can. The only resident never does.
+/// The sequence that gives way so that the next step fits. The only resident never does.
 #[must_use]
-pub fn victim(ledger: &Ledger, spill_blocks: u32) -> Option<SeqId> {
+pub fn victim(ledger: &Ledger, spill_blocks: u32) -> Victim {
+    let nobody = if ledger.num_in_flight() > 0 { Victim::Settle } else { Victim::Nobody };
+    if ledger.settling_frees() {
+        return Victim::Settle;
+    }
     if ledger.num_residents() < 2 {
-        return None;
+        return nobody;
     }
     let candidates: Vec<Candidate> = ledger.candidates(spill_blocks).collect();
-    ledger.settings().policy.choose(&candidates)
+    match ledger.settings().policy.choose_settled(&candidates) {
+        Victim::Nobody => nobody,
+        choice => choice,
+    }
 }
 
 /// Of the sequences whose next row needs a block, the first in the order of giving way.
 #[must_use]
 pub fn capacity_row(ledger: &Ledger) -> Option<SeqId> {
-    let block_size = ledger.settings().block_size;
-    let grows = |seq: SeqId| ledger.get(seq).is_ok_and(|sequence| sequence.growth(block_size) > 0);
-    let candidates: Vec<Candidate> = ledger.resident_candidates().filter(|candidate| grows(candidate.seq)).collect();
+    let (block_size, context_length) = (ledger.settings().block_size, ledger.settings().context_length);
+    let grows = |candidate: &Candidate| {
+        ledger
+            .get(candidate.seq)
+            .is_ok_and(|sequence| sequence.growth(block_size, context_length) > 0 && !sequence.waits_for_host())
+    };
+    let candidates: Vec<Candidate> = ledger.resident_candidates().filter(grows).collect();
     ledger.settings().policy.choose(&candidates)
 }

@@ -34,6 +34,15 @@ impl<T: Copy + PartialEq> SlotPool<T> {
         self.free.insert(slot);
     }
 
+    /// Lets `holder` have a taken `slot`.
+    ///
+    /// # Panics
+    /// If it is free.
+    pub fn hand_over(&mut self, slot: SlotId, holder: T) {
+        let seat = &mut self.holders[slot.index()];
+        assert!(seat.replace(holder).is_some(), "handed over {slot:?}, which is free");
+    }
+
     /// Free slots.
     #[must_use]
     pub fn free(&self) -> u32 {
@@ -50,6 +59,12 @@ impl<T: Copy + PartialEq> SlotPool<T> {
     #[must_use]
     pub fn taken(&self) -> u32 {
         self.total() - self.free()
+    }
+
+    /// Who has `slot`, if anybody.
+    #[must_use]
+    pub fn holder(&self, slot: SlotId) -> Option<T> {
+        self.holders[slot.index()]
     }
 
     /// The holders in ascending slot order.

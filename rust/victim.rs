@@ -23,6 +23,19 @@ pub struct Candidate {
     pub immune: bool,
     /// Its next token is bound by a mask; parked only when the step would fail otherwise.
     pub constrained: bool,
+    /// A step in flight names it.
+    pub in_flight: bool,
+}
+
+/// What a policy comes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Victim {
+    /// This one gives way.
+    Gives(SeqId),
+    /// A step in flight must be settled first: it will free something, or it needs all who should give way.
+    Settle,
+    /// Nobody can.
+    Nobody,
 }
 
 /// How the candidates of one tier are ordered.
@@ -62,6 +75,20 @@ impl Policy {
         candidates.iter().min_by_key(|candidate| self.rank(candidate)).map(|candidate| candidate.seq)
     }
 
+    /// The first, in the order of giving way, that no step in flight names, of the tier that gives way first; those in
+    /// flight count in forming it, so that a step in flight never sends the choice to a later tier.
+    #[must_use]
+    pub fn choose_settled(self, candidates: &[Candidate]) -> Victim {
+        let Some(first) = candidates.iter().min_by_key(|candidate| self.rank(candidate)) else {
+            return Victim::Nobody;
+        };
+        let is_settled = |candidate: &&Candidate| {
+            !candidate.in_flight && (candidate.priority, tier(candidate)) == (first.priority, tier(first))
+        };
+        let chosen = candidates.iter().filter(is_settled).min_by_key(|candidate| self.rank(candidate));
+        chosen.map_or(Victim::Settle, |candidate| Victim::Gives(candidate.seq))
+    }
+
     /// Sorts candidates into the order of giving way.
     pub fn sort(self, candidates: &mut [Candidate]) {
         candidates.sort_by_key(|candidate| self.rank(candidate));
@@ -82,6 +109,7 @@ mod tests {
             came_in: seq,
             immune: false,
             constrained: false,
+            in_flight: false,
         }
     }
 
@@ -110,6 +138,16 @@ mod tests {
         let mut all = [both, constrained, immune, candidate(4)];
         Policy::FewestGenerated.sort(&mut all);
         assert_eq!(all.map(|candidate| candidate.seq.0), [4, 3, 2, 1]);
+    }
+
+    #[test]
+    fn a_step_in_flight_sends_the_choice_to_another_of_the_tier_and_never_to_a_later_one() {
+        let flying = Candidate { in_flight: true, generated: 0, ..candidate(1) };
+        let immune = Candidate { immune: true, generated: 1, ..candidate(2) };
+        let policy = Policy::FewestGenerated;
+        assert_eq!(policy.choose_settled(&[flying, immune, candidate(3)]), Victim::Gives(SeqId(3)));
+        assert_eq!(policy.choose_settled(&[flying, immune]), Victim::Settle);
+        assert_eq!(policy.choose_settled(&[]), Victim::Nobody);
     }
 
     #[test]

@@ -22,7 +22,8 @@ SETTINGS: dict[str, Any] = {
     "step_tokens": 16,
     "row_tile": 8,
 }
-FIELDS = tuple(StepBuffers.__slots__)
+# What the books write; masks are added to a step by others.
+FIELDS = tuple(field for field in StepBuffers.__slots__ if field not in {"mask_rows", "masks"})
 
 
 def ledger(**settings: Any) -> Ledger:
@@ -51,14 +52,21 @@ def launch(books: Ledger) -> Any:
     books.rows()
     books.reserve()
     filled = buffers(books)
-    rows, tokens, table_changes = books.fill(filled)
+    rows, tokens, table_changes, bans = books.fill(filled)
     used = dict.fromkeys(FIELDS, rows) | {"token_ids": tokens, "positions": tokens, "table_changes": table_changes}
+    used["bans"] = bans
     return SimpleNamespace(**{field: getattr(filled, field)[:count].tolist() for field, count in used.items()})
 
 
 def step(books: Ledger, *tokens: int) -> list[int]:
     """Do a whole step with these tokens; return the outcomes."""
-    rows = len(launch(books).seqs)
+    launch(books)
+    return settle(books, *tokens)
+
+
+def settle(books: Ledger, *tokens: int) -> list[int]:
+    """Settle the oldest step in flight, a token for each row; return the outcomes."""
+    rows = len(tokens)
     outcomes = np.full(rows + 2, 99, np.uint8)
     books.commit(ids(*tokens), outcomes)
     assert outcomes[rows:].tolist() == [99, 99]
@@ -73,4 +81,5 @@ def snapshot(books: Ledger) -> list[object]:
     more = (books.image_blocks, books.can_replay, books.is_immune)
     live = [*books.residents(), *books.waiting()]
     each = [[look(seq) for look in (*looks, *more)] for seq in live]
-    return [live, each, books.free_blocks, books.free_slots, books.num_live, books.num_blocks]
+    counts = (books.free_blocks, books.fenced_blocks, books.free_slots, books.num_live, books.num_blocks)
+    return [live, each, counts, books.num_in_flight]

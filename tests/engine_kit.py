@@ -46,7 +46,9 @@ def tiny_model(
 @functools.cache
 def alone(request: Request, model: LoadedModel | None = None) -> Answer:
     """Return what `request` comes to alone."""
-    return solo_run(model or tiny_model(), replace(request, id=None, priority=0, deadline_s=None), block_size=4)
+    return solo_run(
+        model or tiny_model(), replace(request, id=None, priority=0, deadline_s=None, max_pause_s=None), block_size=4
+    )
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 class RecordingDevice:
-    """Passes everything on to a device, and keeps the bits of the logits by (sequence, position)."""
+    """Passes everything on to a device, and keeps the bits of the logits by (sequence, position).
+
+    It waits for each step at its launch. Over-runs are kept too, so there may be more than tokens were delivered.
+    """
 
     def __init__(self, device: LogitDevice) -> None:
         self._device = device
+        self.default_depth = device.default_depth
         self.block_bytes = device.block_bytes
         self.kv_dtype = device.kv_dtype
         self.kv_shape = device.kv_shape
@@ -73,9 +77,9 @@ class Answer:
     logits: list[bytes]
 
 
-def logits_of(device: RecordingDevice, seq: int) -> list[bytes]:
-    """Return the logits of the tokens of sequence `seq`, in order."""
-    return [bits for (owner, _), bits in sorted(device.logits.items()) if owner == seq]
+def logits_of(device: RecordingDevice, seq: int, count: int) -> list[bytes]:
+    """Return the logits of the first `count` tokens of sequence `seq`, in order; what comes after are over-runs."""
+    return [bits for (owner, _), bits in sorted(device.logits.items()) if owner == seq][:count]
 
 
 def solo_run(
@@ -87,7 +91,7 @@ def solo_run(
         handle = engine.submit(request)
         text = handle.result()
         assert not handle.stats.parks_by_spill + handle.stats.parks_by_replay
-        return Answer(handle.tokens, handle.finish_reason, text, logits_of(devices[0], 0))
+        return Answer(handle.tokens, handle.finish_reason, text, logits_of(devices[0], 0, len(handle.tokens)))
 
 
 def check_stream(events: Sequence[Event], answer: Answer) -> None:
@@ -110,11 +114,13 @@ def check_stream(events: Sequence[Event], answer: Answer) -> None:
 
 
 def check_nothing_left(engine: Engine) -> None:
-    """Assert that no block, slot, image or sequence is left over."""
+    """Settle what is in flight, and assert that no block, slot, image or sequence is left over."""
+    engine.run()
     engine._books.check()
     engine._store.check()
     snapshot = engine.snapshot()
     assert snapshot.free_blocks == snapshot.num_blocks
+    assert snapshot.fenced_blocks == 0
     assert not any(snapshot.slots)
     assert not snapshot.waiting
     assert snapshot.host_bytes == 0

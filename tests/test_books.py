@@ -73,7 +73,7 @@ def test_every_look_tells_what_is_so() -> None:
     assert books.block_table(0) == books.image_blocks(0) == [0, 1, 2]
     assert (books.block_table(1), books.image_blocks(1)) == ([], [])
     assert (books.num_blocks, books.free_blocks, books.free_slots, books.num_live) == (8, 5, 2, 3)
-    assert books.step_shape() == StepShape(16, 3, 8)
+    assert books.step_shape() == StepShape(tokens=16, rows=3, table_changes=8, bans=3 * 16, mask_words=4)
     assert [books.can_replay(seq) for seq in seqs] == [True, True, True]  # nothing of the last is computed yet
     books.admit(2)
     step(books, 7, 7)
@@ -104,7 +104,7 @@ def test_a_sequence_is_spilled_replayed_restored_resumed_and_released() -> None:
     assert books.next_arrival(0) == ArrivalPlan(other, [])
     assert books.admit(other) == "start"
     assert launch(books).readback == [READ_NOTHING, READ_ARGMAX]
-    books.hand_back()
+    assert books.hand_back() == [seq, other]
     assert books.release(seq, reuse=True)
     assert not books.release(seq, reuse=False)
     assert books.state(seq) == "finished"
@@ -138,8 +138,8 @@ def test_a_handed_back_step_is_picked_again_as_it_was() -> None:
     admitted(books, 8, 20)
     before = snapshot(books)
     first = launch(books)
-    books.hand_back()
-    books.hand_back()
+    assert books.hand_back() == [0, 1]
+    assert books.hand_back() == []
     assert snapshot(books) == before
     assert launch(books) == first
 
@@ -164,6 +164,13 @@ def test_a_handed_back_step_is_picked_again_as_it_was() -> None:
         ({"prompt": [1], "stop_token_ids": [128]}, "stop_token_ids", "token id 128 at index 0"),
         ({"prompt": [1], "stop_token_ids": [5279552648203111001]}, "stop_token_ids", "5279552648203111001 at index 0"),
         ({"prompt": [1], "max_new_tokens": 0}, "max_new_tokens", "must be at least 1, not 0"),
+        ({"prompt": [1], "max_new_tokens": 2, "min_tokens": 3}, "min_tokens", "must be at most 2, not 3"),
+        ({"prompt": [1], "banned_token_ids": [0, 128]}, "banned_token_ids", "token id 128 at index 1"),
+        ({"prompt": [1], "banned_token_ids": [None]}, "banned_token_ids", "None at index 0 is not a token id"),
+        ({"prompt": [1], "banned_token_ids": range(17)}, "banned_token_ids", "17 ids are banned at once; at most 16"),
+        ({"prompt": [1], "think_tokens": (-1, 2)}, "think_tokens", "token id -1 at index 0"),
+        ({"prompt": [1], "think_tokens": (1, 2, 3)}, "think_tokens", "not 3 ids"),
+        ({"prompt": [1], "think_tokens": [1]}, "think_tokens", "not 1 ids"),
     ],
 )
 def test_a_request_that_cannot_be_served_is_refused_by_name(
@@ -240,7 +247,7 @@ def test_the_unknown_and_the_ended_are_told_apart() -> None:
     calls: list[Callable[[int], object]] = [
         *(books.admit, books.drop_image, books.resume, books.image_blocks, books.block_table, books.tokens),
         *(books.committed, books.generated, books.slot, books.can_replay, books.is_immune),
-        *(lambda seq: books.park(seq, "spill"), lambda seq: books.park(seq, "replay")),
+        *(books.mask_ready, lambda seq: books.park(seq, "spill"), lambda seq: books.park(seq, "replay")),
     ]
     for call in calls:
         with pytest.raises(UnknownRequest) as unknown:
@@ -256,20 +263,15 @@ def test_the_unknown_and_the_ended_are_told_apart() -> None:
     assert not books.release(ended, reuse=True)
 
 
-def test_what_is_in_flight_can_be_neither_parked_nor_released() -> None:
+def test_an_image_is_not_dropped_while_a_step_in_flight_reads_it() -> None:
     books = ledger()
     (seq,) = admitted(books, 6)
     step(books, 7)
     launch(books)
     before = snapshot(books)
-    calls: list[Callable[[], object]] = [
-        *(lambda: books.park(seq, "spill"), lambda: books.park(seq, "replay")),
-        *(lambda: books.release(seq, reuse=True), lambda: books.drop_image(seq)),
-    ]
-    for call in calls:
-        with pytest.raises(StepInFlight) as refusal:
-            call()
-        assert refusal.value.seq == seq
+    with pytest.raises(StepInFlight) as refusal:
+        books.drop_image(seq)
+    assert refusal.value.seq == seq
     assert snapshot(books) == before
 
 
@@ -302,16 +304,22 @@ def test_calls_out_of_order_are_misuse() -> None:
     for call in open_calls:
         with pytest.raises(BooksMisused):
             call()
-    launch(books)
     queued = books.submit([1])
-    flying_calls: list[Callable[[], object]] = [
-        *(books.rows, books.reserve, lambda: books.fill(buffers(books)), lambda: books.admit(queued)),
+    books.rows()
+    books.reserve()
+    reserved_calls: list[Callable[[], object]] = [
+        *(books.rows, books.reserve, lambda: books.admit(queued), lambda: books.commit(ids(1), out)),
+        *(lambda: books.park(0, "replay"), lambda: books.release(0, reuse=True)),
     ]
-    for call in flying_calls:
+    for call in reserved_calls:
+        with pytest.raises(BooksMisused):
+            call()
+    books.fill(buffers(books))
+    for call in (books.reserve, lambda: books.fill(buffers(books))):
         with pytest.raises(BooksMisused):
             call()
     books.release(queued, reuse=False)
-    books.hand_back()
+    assert books.hand_back() == [0]
     assert snapshot(books) == before
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from books_kit import FIELDS, admitted, buffers, ids, launch, ledger, snapshot
 from reprieve.errors import InvalidArgument
-from reprieve.step import StepCounts
+from reprieve.step import ALWAYS, StepCounts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ WRONG: dict[str, Callable[[NDArray[Any]], Any]] = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_wrong_buffer_is_refused_by_name_and_the_step_stays_reserved(field: str, wrong: str) -> None:
     books = ledger()
-    admitted(books, 6, 5)
+    admitted(books, 6, 5, banned_token_ids=[3])
     books.rows()
     books.reserve()
     array = WRONG[wrong](getattr(buffers(books), field))
@@ -48,7 +48,7 @@ def test_a_wrong_buffer_is_refused_by_name_and_the_step_stays_reserved(field: st
         books.fill(buffers(books, **{field: array}))
     assert refusal.value.field == field
     assert snapshot(books) == before
-    assert books.fill(buffers(books)) == StepCounts(2, 11, 4)
+    assert books.fill(buffers(books)) == StepCounts(2, 11, 4, 2)
 
 
 def test_buffers_without_an_array_are_refused_and_the_step_stays_reserved() -> None:
@@ -61,7 +61,7 @@ def test_buffers_without_an_array_are_refused_and_the_step_stays_reserved() -> N
         delattr(lacking, field)
         with pytest.raises(AttributeError, match=field):
             books.fill(lacking)
-    assert books.fill(buffers(books)) == StepCounts(1, 6, 2)
+    assert books.fill(buffers(books)) == StepCounts(1, 6, 2, 0)
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, "a wrong id"])
@@ -99,13 +99,15 @@ def test_tokens_are_read_whatever_their_strides() -> None:
 
 def test_buffers_of_exactly_the_needed_size_do() -> None:
     books = ledger()
-    admitted(books, 6)
+    admitted(books, 6, banned_token_ids=[3, 4])
     books.rows()
     books.reserve()
     sizes = dict.fromkeys(FIELDS, 1) | {"token_ids": 6, "positions": 6}
     exact = {field: np.zeros(size, DTYPES.get(field, np.int32)) for field, size in sizes.items()}
     exact["table_changes"] = np.zeros((2, 3), np.int32)
-    assert books.fill(buffers(books, **exact)) == StepCounts(1, 6, 2)
+    exact["bans"] = np.zeros((2, 3), np.int32)
+    assert books.fill(buffers(books, **exact)) == StepCounts(1, 6, 2, 2)
+    assert exact["bans"].tolist() == [[0, 3, ALWAYS], [0, 4, ALWAYS]]
     assert exact["table_changes"].tolist() == [[0, 0, 0], [0, 1, 1]]
     assert exact["kv_lengths"].tolist() == [6]
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,12 +19,14 @@ from model_files import random_weights, small_config, write_folder, write_gguf
 from reprieve import Engine, __version__, load
 from reprieve.cli import runner
 from reprieve.cli.arguments import parse
+from reprieve.cli.report import Report
 from reprieve.cli.runner import ample_blocks, run
 from reprieve.cli.view import LiveView, printable
 from reprieve.config import EngineConfig
 from reprieve.request import Request
 from reprieve.stats import EngineSnapshot, SlotView
 from tiny_vocab import byte_level_metadata
+from trace_kit import of_phase, read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,7 +117,9 @@ SCHEMA: dict[str, Any] = {
     "kv": str,
     "host_kv_bytes": int,
     "pool": {"blocks": int, "block_size": int, "blocks_needed": int},
+    "depth": int,
     "steps": int,
+    "over_runs": int,
     "decode_tokens_per_s": float,
     "requests": [
         {
@@ -126,6 +131,7 @@ SCHEMA: dict[str, Any] = {
             "parks": {"spill": int, "replay": int},
             "replayed_tokens": int,
             "spilled_bytes": int,
+            "over_runs": int,
             "longest_pause_s": float,
             "same_as_alone": (bool, type(None)),
         }
@@ -215,6 +221,67 @@ def test_ample_blocks_count_only_those_that_can_be_resident_together(gguf: Path)
     # 16 positions are 1 block, 17 are 2, the whole context is 16.
     assert ample_blocks(model, config, requests[:1]) == 1 + 3
     assert ample_blocks(model, config, requests) == 2 + 16 + 2 * 3
+
+
+def test_the_depth_is_the_one_asked_for_or_the_devices_own(folder: Path, tmp_path: Path) -> None:
+    out, path = tmp_path / "out.json", prompts_file(tmp_path, *some_lines(2))
+    said = []
+    for depth in ([], ["--depth", "1"], ["--depth", "3"]):
+        assert generate(folder, "--prompts", path, "--check-alone", "--json", out, *depth) == 0
+        report = json.loads(out.read_text("utf-8"))
+        said.append(report["depth"])
+        assert [request["same_as_alone"] for request in report["requests"]] == [True, True]
+    with Engine(folder) as engine:
+        assert said == [engine.depth, 1, 3]
+
+
+def test_over_runs_are_in_the_sentence_where_there_are_any(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = prompts_file(tmp_path, *some_lines(1))
+    for count, said in ((0, " steps."), (7, " steps with 7 over-runs.")):
+        monkeypatch.setattr(runner, "Report", lambda over_runs, count=count, **rest: Report(over_runs=count, **rest))
+        assert generate(folder, "--prompts", path, "--depth", 1) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(said)
+
+
+def test_the_trace_is_of_all_requests_together(folder: Path, tmp_path: Path) -> None:
+    out, trace, path = tmp_path / "out.json", tmp_path / "trace.json", prompts_file(tmp_path, *some_lines())
+    options = ("--kv-blocks", 14, "--block-size", 4, "--immunity", 2, "--check-alone", "--json", out, "--trace", trace)
+    assert generate(folder, "--prompts", path, *options) == 0
+    requests = json.loads(out.read_text("utf-8"))["requests"]
+    events = read(trace)
+    parks = [sum(request["parks"].values()) for request in requests]
+    assert sum(parks) > 0
+    pauses = of_phase(events, "B")
+    assert parks == [sum(pause["args"]["request"] == f"r{i}" for pause in pauses) for i in range(6)]
+    assert [event["name"] for event in of_phase(events, "i")].count("r3: length") == 1
+
+
+def test_a_run_that_is_broken_off_leaves_its_trace(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = Engine.step
+
+    def step(engine: Engine) -> object:
+        if engine.stats.steps == 3:
+            raise KeyboardInterrupt
+        return steps(engine)
+
+    monkeypatch.setattr(Engine, "step", step)
+    trace = tmp_path / "trace.json"
+    assert generate(folder, "--prompts", prompts_file(tmp_path, *some_lines(2)), "--trace", trace) == 130
+    events = read(trace)
+    assert {event["args"]["step"] for event in of_phase(events, "X")} >= {1, 2, 3}
+    assert [event["args"]["finish_reason"] for event in of_phase(events, "i")] == ["cancelled"] * 2
+
+
+def test_a_trace_that_cannot_be_written_is_said_in_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = prompts_file(tmp_path, *some_lines(1))
+    assert generate(folder, "--prompts", path, "--trace", "/dev/full") == 2
+    assert capsys.readouterr().err == "reprieve: error: --trace: cannot write /dev/full: No space left on device\n"
 
 
 @pytest.mark.parametrize("by", ["spill", "replay"])
@@ -349,7 +416,8 @@ def test_the_picture_says_who_sits_where_and_who_waits_how() -> None:
     console = Console(file=StringIO(), force_terminal=True, width=80, color_system=None)
     view = LiveView(console)
     view._parked["parked"] = "replay"
-    snapshot = EngineSnapshot((None, SlotView("one", "decoding", 7, 31), None), ("parked", "fresh"), 10, 3, 2_500_000)
+    slots = None, SlotView("one", "decoding", 7, 31), None
+    snapshot = EngineSnapshot(slots, ("parked", "fresh"), 10, 3, 2_500_000, fenced_blocks=0, steps_in_flight=1)
     with console.capture() as captured:
         console.print(view.picture(snapshot, 42))
     lines = captured.get().splitlines()
@@ -359,6 +427,9 @@ def test_the_picture_says_who_sits_where_and_who_waits_how() -> None:
     assert lines[5].split() == ["1", "one", "decoding", "7", "━" * 16, "31"]
     assert lines[6].strip() == ""  # slot 2 was never taken
     assert "waiting: parked (replay), fresh (new); 2.5 MB spilled" in lines
+    with console.capture() as captured:
+        console.print(view.picture(replace(snapshot, fenced_blocks=2), 43))
+    assert captured.get().splitlines()[0].endswith("5 of 10 blocks used, 3 free, 2 fenced")
 
 
 def test_what_a_model_writes_does_not_steer_the_terminal() -> None:

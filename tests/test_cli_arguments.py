@@ -29,6 +29,7 @@ def test_the_version_is_that_of_the_package() -> None:
 
 def test_every_option_reaches_the_plan() -> None:
     settings = "--kv-blocks 9 --block-size 4 --max-slots 3 --step-tokens 8 --host-kv-bytes 0 --head-room 2 --immunity 5"
+    settings += " --depth 3 --trace t.json"
     rest = "--max-new 7 --ignore-eos --device cpu --threads 3 --weights bf16 --kv f16 --check-alone --json -"
     forced = "--force-park-every 6 --park-by spill"
     plan = parse(f"generate M --prompt a b --prompt c {settings} {rest} {forced}".split())
@@ -38,7 +39,7 @@ def test_every_option_reaches_the_plan() -> None:
     ]
     assert plan.ignore_eos
     assert plan.check_alone
-    assert plan.json_path == "-"
+    assert (plan.json_path, plan.trace_path) == ("-", "t.json")
     assert EngineConfig(**plan.settings) == EngineConfig(
         kv_blocks=9,
         block_size=4,
@@ -47,6 +48,7 @@ def test_every_option_reaches_the_plan() -> None:
         host_kv_bytes=0,
         head_room=2,
         immunity_tokens=5,
+        depth=3,
         force_park_every=6,
         force_park_by="spill",
     )
@@ -61,7 +63,7 @@ def test_absent_options_leave_the_engine_its_defaults() -> None:
 
 
 NUMBERS = ["--kv-blocks", "--block-size", "--max-slots", "--step-tokens", "--host-kv-bytes", "--head-room"]
-NUMBERS += ["--threads", "--immunity", "--max-new", "--force-park-every"]
+NUMBERS += ["--threads", "--immunity", "--max-new", "--force-park-every", "--depth"]
 BAD: dict[str, tuple[str, ...]] = dict.fromkeys(NUMBERS, ("-1", "x", "1.5", "", "9223372036854775808", "1" * 5000))
 BAD |= {"--device": ("gpu",), "--weights": ("q4",), "--kv": ("f8",), "--park-by": ("force",)}
 
@@ -76,7 +78,7 @@ def test_a_bad_value_is_refused_with_the_option_and_the_value(
 
 
 @pytest.mark.parametrize(
-    "option", ["--kv-blocks", "--block-size", "--max-slots", "--step-tokens", "--max-new", "--threads"]
+    "option", ["--kv-blocks", "--block-size", "--max-slots", "--step-tokens", "--max-new", "--threads", "--depth"]
 )
 def test_zero_is_refused_where_nothing_could_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"argument {option}: must be an integer from 1" in refusal(capsys, "M", "--prompt", "a", option, 0)
@@ -95,6 +97,9 @@ def test_zero_is_refused_where_nothing_could_run(option: str, capsys: pytest.Cap
         (["M", "--prompt", "a", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["M", "--prompt", "a", "--check"], "unrecognized arguments: --check"),
         (["M", "--prompt", "a", "--json", "/absent/folder/out.json"], "--json: cannot write /absent/folder/out.json"),
+        (["M", "--prompt", "a", "--trace", "/absent/folder/t"], "--trace: cannot write /absent/folder/t"),
+        (["M", "--prompt", "a", "--trace", "/"], "--trace: cannot write /: it is a folder"),
+        (["M", "--prompt", "a", "--depth", "4"], "argument --depth: must be an integer from 1 to 3"),
         (["./absent", "--prompt", "a"], "model: there is no file or folder './absent'"),
         (["absent", "--prompt", "a"], 'no hub name such as "owner/name"'),
     ],

@@ -1,10 +1,11 @@
-"""The CPU device against the reference, and what is its own: tickets, settings and unusual numbers."""
+"""The CPU device against the reference, and what is its own: steps in flight, tickets, settings and unusual numbers."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,17 @@ from reprieve._native import cpu_instructions
 from reprieve.device.cpu import CpuDevice
 from reprieve.device.cpu_weights import CpuWeights
 from reprieve.device.row_tiles import same_bits
-from reprieve.errors import DeviceLost, InvalidArgument, ModelFileError
+from reprieve.errors import DeviceLost, InvalidArgument, ModelFileError, StepFailed
 from reprieve.loading import from_weights, load
 from reprieve.model.config import ModelConfig
-from reprieve.step import TOKEN_ALL_NAN
-from tiny_models import ArrayTensor, Row, Runner, make_step, tiny_config, tiny_weights
+from reprieve.step import ALWAYS, FROM_FEED, TOKEN_ALL_NAN, TOKEN_NONE_ALLOWED, StepResult
+from tiny_models import ArrayTensor, Row, Runner, make_step, mask_of, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from reprieve.device.kv_pool import KvKind
+    from reprieve.step import Step
 
 HERE = Path(__file__).parent
 
@@ -39,7 +43,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
     return ModelConfig(
         architecture=draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])),
         vocab_size=draw(st.integers(1, 90)),
-        hidden_size=draw(st.integers(1, 80)),
+        hidden_size=draw(st.integers(8, 80)),  # the norm of a few numbers near zero tells apart what is all but equal
         intermediate_size=draw(st.integers(1, 80)),
         num_layers=draw(st.integers(1, 2)),
         num_heads=kv_heads * draw(st.integers(1, 5)),
@@ -193,12 +197,125 @@ def test_logits_are_there_until_the_next_step_and_no_longer() -> None:
         _ = second.logits
 
 
+def test_a_step_in_flight_is_settled_once_however_often_and_in_whatever_order() -> None:
+    config = tiny_config()
+    kind = DeviceKind("cpu", 2)
+    weights = kind.weights(config, tiny_weights(config))
+    one, many = Runner.of(kind.device(weights)), Runner.of(kind.device(weights))
+    expected, token = [], 5
+    for at in range(40):
+        expected.append(one.launch([Row(0, at, [token])]).settle().tokens.tolist())
+        token = expected[-1][0]
+    tickets = [many.launch([Row(0, at, [5 if at == 0 else FROM_FEED])]) for at in range(40)]
+    last = tickets[-1].settle()
+    assert all(ticket.ready() for ticket in tickets), "steps are computed in order"
+    assert [ticket.settle().tokens.tolist() for ticket in reversed(tickets)] == expected[::-1]
+    assert tickets[-1].settle() is last
+    assert np.array_equal(tickets[-1].logits, one.launch([Row(0, 39, [expected[38][0]])]).logits)
+
+
+def test_a_launch_does_not_wait_and_a_ticket_is_ready_when_its_step_is_over() -> None:
+    device, step = slow_device()
+    first = [device.launch(step) for _ in range(10)]  # a second's work
+    second = device.launch(make_step([Row(0, 400, [FROM_FEED])], [(0, 100, 100)]))
+    assert not first[-1].ready()
+    assert not second.ready()
+    tokens = first[-1].settle().tokens
+    assert all(ticket.ready() for ticket in first)
+    assert second.settle().tokens[0] >= 0
+    again = device.launch(make_step([Row(0, 400, tokens.tolist())], []))
+    assert again.settle().tokens.tolist() == second.settle().tokens.tolist()
+
+
+def slow_device() -> tuple[CpuDevice, Step]:
+    """Return a device, and a step for it that takes a tenth of a second or so."""
+    config = tiny_config((8, 8, 64), hidden=512)
+    device = CpuDevice(CpuWeights(config, tiny_weights(config)), num_blocks=101, block_size=4, num_slots=2, kv="f32")
+    return device, make_step([Row(0, 0, [1] * 400)], [(0, index, index) for index in range(100)])
+
+
+def test_a_settle_that_was_interrupted_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config()
+    device = CPU.device(CPU.weights(config, tiny_weights(config)))
+    assert isinstance(device, CpuDevice)
+    tickets = [device.launch(make_step([Row(0, at, [4])], [(0, 0, 0)] if at == 0 else [])) for at in range(3)]
+    expected = [ticket.settle().tokens.tolist() for ticket in tickets[1:]]
+    settle, forget = CpuDevice.settle, CpuDevice.forget
+
+    def interrupted(call: Callable[..., None]) -> Callable[..., None]:
+        def late(*arguments: Any) -> None:
+            call(*arguments)
+            raise KeyboardInterrupt
+
+        return late
+
+    for name, call in (("settle", settle), ("forget", forget)):
+        ticket = device.launch(make_step([Row(0, 1, [4])], []))
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuDevice, name, interrupted(call))
+            with pytest.raises(KeyboardInterrupt):
+                ticket.settle()
+        device.launch(make_step([Row(0, 2, [4])], [])).settle()
+        assert ticket.settle().tokens.tolist() == expected[0]
+    assert tickets[0].settle().tokens[0] >= 0, "one that was left alone is kept"
+
+
+def test_closing_with_steps_in_flight_waits_for_one_of_them_at_most_and_hangs_nobody() -> None:
+    device, step = slow_device()
+    tickets = [device.launch(step) for _ in range(20)]
+    answers: list[BaseException | StepResult] = []
+
+    def settle() -> None:
+        try:
+            answers.append(tickets[-1].settle())
+        except (StepFailed, DeviceLost) as error:
+            answers.append(error)
+
+    waiting = threading.Thread(target=settle)
+    waiting.start()
+    device.close()
+    waiting.join()
+    assert isinstance(answers[0], StepFailed | DeviceLost), "nobody waited for twenty"
+    assert all(ticket.ready() for ticket in tickets)
+    for ticket in tickets:
+        with pytest.raises(DeviceLost):
+            ticket.settle()
+    device.close()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 95, 96, 97, 513])
+def test_masks_and_bans_choose_what_is_left_at_every_edge_of_the_vocabulary(vocab_size: int) -> None:
+    config = tiny_config(vocab_size=vocab_size)
+    kind = DeviceKind("cpu", 2)
+    device = kind.device(kind.weights(config, tiny_weights(config)))
+    launched = device.launch(make_step([Row(0, 0, [0])], [(0, 0, 0)]))
+    order = np.argsort(-launched.logits[0], kind="stable").tolist()
+
+    def chosen(bans: list[int], allowed: list[int] | None) -> int:
+        masks = None if allowed is None else {0: mask_of(allowed, vocab_size)}
+        step = make_step([Row(0, 0, [0])], [], bans=[(0, token, ALWAYS) for token in bans], masks=masks)
+        return int(device.launch(step).settle().tokens[0])
+
+    for token in {0, 31, 32, 63, 64, vocab_size - 1} & set(range(vocab_size)):
+        assert chosen([], [token]) == token
+        assert chosen([token], [token]) == TOKEN_NONE_ALLOWED
+        others = [other for other in range(vocab_size) if other != token]
+        assert chosen(others, None) == token
+        if vocab_size > 1:
+            expected = next(other for other in order if other != token)
+            assert chosen([token], None) == chosen([], others) == chosen([token], list(range(vocab_size))) == expected
+    assert chosen(list(range(vocab_size)), None) == chosen([], []) == TOKEN_NONE_ALLOWED
+    for few in range(min(4, vocab_size - 1)):
+        assert chosen(order[:few], None) == order[few]
+
+
 def test_it_says_what_it_is_made_of_and_where_its_time_went() -> None:
     config = tiny_config()
     kind = DeviceKind("cpu", 2)
     device = kind.device(kind.weights(config, tiny_weights(config)))
     assert isinstance(device, CpuDevice)
     assert (device.threads, device.instructions) == (2, cpu_instructions()[0])
+    assert device.default_depth == 2
     assert not any(device.op_seconds().values())
     Runner.of(device).run([Row(0, 0, list(range(40)))])
     seconds = device.op_seconds()

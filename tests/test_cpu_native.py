@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reprieve._native import CpuDevice, CpuModel
-from reprieve.errors import InvalidArgument
+from reprieve.errors import InvalidArgument, StepFailed
 from reprieve.model.config import rope_tables
 from tiny_models import Row, make_step, tiny_config
 
@@ -49,7 +49,7 @@ def new_device(**changes: Any) -> CpuDevice:
 
 def launch(device: CpuDevice) -> int:
     step = make_step([Row(0, 0, [1, 2])], [(0, 0, 1)])
-    return device.launch(step, np.empty(1, np.int32))
+    return device.launch(step)
 
 
 RECORDINGS: list[tuple[str, Callable[[CpuModel], object]]] = [
@@ -121,12 +121,63 @@ def test_logits_are_those_of_the_step_that_is_named_or_none() -> None:
             device.logits(1, wrong)
         assert caught.value.field == "out"
     with pytest.raises(InvalidArgument):  # a refused step leaves them
-        device.launch(make_step([Row(1, 0, [1])], [(1, 0, 3)]), np.empty(1, np.int32))
+        device.launch(make_step([Row(1, 0, [1])], [(1, 0, 3)]))
     device.logits(1, out)
     assert np.array_equal(out, first)
     assert launch(device) == 2
     with pytest.raises(RuntimeError, match="the device has computed another step since"):
         device.logits(1, out)
+
+
+def test_tokens_are_there_until_they_are_forgotten() -> None:
+    device = new_device()
+    unknown: list[Callable[[], object]] = [
+        lambda: device.ready(1),
+        lambda: device.settle(1, np.empty(1, np.int32)),
+        lambda: device.settle(0, np.empty(1, np.int32)),
+    ]
+    for call in unknown:
+        with pytest.raises(RuntimeError, match=r"there is no step [01]: 0 were launched, or it is forgotten"):
+            call()
+    device.forget(1)
+    numbers = [launch(device) for _ in range(3)]
+    assert numbers == [1, 2, 3]
+    tokens = np.empty(1, np.int32)
+    misfits: list[Any] = [np.empty(0, np.int32), np.empty(1, np.int64), np.empty((1, 1), np.int32)]
+    for wrong in misfits:
+        with pytest.raises(InvalidArgument) as caught:
+            device.settle(2, wrong)
+        assert caught.value.field == "tokens"
+    for _ in range(2):
+        device.settle(2, tokens)
+        assert device.ready(2)
+        assert 0 <= tokens[0] < 5
+    for _ in range(2):
+        device.forget(2)
+    with pytest.raises(RuntimeError, match="there is no step 2: 3 were launched, or it is forgotten"):
+        device.settle(2, tokens)
+    assert device.ready(1), "it was computed before"
+    device.settle(3, tokens)
+
+
+def test_a_device_that_was_stopped_starts_again_and_what_was_behind_has_failed_or_was_computed() -> None:
+    device = new_device(threads=2)
+    tokens = np.empty(1, np.int32)
+    numbers = [launch(device) for _ in range(50)]
+    device.stop()
+    device.stop()
+    assert all(device.ready(number) for number in numbers)
+    failed, said = [], set()
+    for number in numbers:
+        try:
+            device.settle(number, tokens)
+        except StepFailed as error:
+            failed.append(number)
+            said.add(str(error))
+    assert said <= {"the device was closed before it computed this step"}
+    assert failed == numbers[len(numbers) - len(failed) :], "in order"
+    device.settle(launch(device), tokens)
+    assert 0 <= tokens[0] < 5
 
 
 def test_images_of_the_wrong_size_and_blocks_that_are_not_there_are_named() -> None:
@@ -156,11 +207,18 @@ def test_images_of_the_wrong_size_and_blocks_that_are_not_there_are_named() -> N
     assert np.array_equal(image, kept)
 
 
-def test_a_child_forked_while_the_device_computes_is_told_so_and_does_not_hang() -> None:
-    script = Path(__file__).parent / "fork_during_step_case.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout == "the device was computing when this process was forked; make a new one\n", done.stderr
-    assert done.returncode == 0
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_child_forked_while_the_device_computes_is_told_so_and_does_not_hang(threads: int) -> None:
+    # Newer Pythons warn of any fork in a process with threads.
+    script = [str(Path(__file__).parent / "fork_during_step_case.py"), str(threads)]
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    *child, parent, idle = done.stdout.splitlines()
+    told = "RuntimeError: the device was computing when this process was forked; make a new one"
+    assert child == [told] * 5 + ["closed"]
+    assert parent == "the parent's steps are done"
+    assert idle == "a child of an idle device has its tokens and goes on"
 
 
 def test_where_memory_is_short_a_call_fails_and_not_the_process() -> None:

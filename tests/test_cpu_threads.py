@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,7 +20,13 @@ from reprieve.device.cpu import checked_threads
 from reprieve.device.row_tiles import same_bits
 from reprieve.errors import InvalidArgument
 from reprieve.loading import from_weights, load
+from reprieve.step import FROM_FEED
 from tiny_models import Row, Runner, make_step, tiny_config, tiny_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reprieve.step import Ticket
 
 HERE = Path(__file__).parent
 
@@ -105,9 +113,9 @@ def test_threads_are_asleep_between_steps(threads: int) -> None:
     config = tiny_config()
     kind = DeviceKind("cpu", threads)
     device = kind.device(kind.weights(config, tiny_weights(config)))
-    device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 0)]))
+    device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 0)])).settle()
     check_costs_nothing_at_rest()
-    device.launch(make_step([Row(0, 3, [4])], []))
+    device.launch(make_step([Row(0, 3, [4])], [])).settle()
     check_costs_nothing_at_rest()
 
 
@@ -125,29 +133,70 @@ def test_engines_that_are_idle_cost_nothing() -> None:
         check_costs_nothing_at_rest()
 
 
-def test_python_goes_on_while_a_step_is_computed() -> None:
+def test_python_goes_on_while_a_step_is_waited_for() -> None:
     """A step of a tenth of a second or so; another thread runs meanwhile, as the GIL is given up."""
     config = tiny_config((8, 8, 64), hidden=512)
     device = CPU.device(CPU.weights(config, tiny_weights(config)), num_blocks=100)
     step = make_step([Row(0, 0, [1] * 400)], [(0, index, index) for index in range(100)])
+    waits: list[tuple[str, Callable[[], object]]] = [
+        ("settle", lambda: device.launch(step).settle()),
+        ("logits", lambda: device.launch(step).logits),
+        ("gather", lambda: (device.launch(step), device.gather([0]))),
+        ("scatter", lambda: (device.launch(step), device.scatter([99], np.zeros(device.block_bytes, np.uint8)))),
+        ("close", lambda: (device.launch(step), device.close())),
+    ]
+    for name, wait in waits:
+        assert ran_meanwhile(wait), name
+
+
+def ran_meanwhile(wait: Callable[[], object]) -> bool:
+    """Return whether this thread went on while another was in `wait`."""
     started, done = threading.Event(), threading.Event()
 
-    def launch() -> None:
+    def work() -> None:
         started.set()
-        device.launch(step)
+        wait()
         done.set()
 
-    worker = threading.Thread(target=launch)
+    worker = threading.Thread(target=work)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)  # nobody is made to give the GIL up
     try:
         worker.start()
         started.wait()
-        ran_meanwhile = not done.is_set()
+        went_on = not done.is_set()
     finally:
         sys.setswitchinterval(interval)
     worker.join()
-    assert ran_meanwhile
+    return went_on
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("depth", [2, 3, 7])
+def test_steps_in_flight_give_the_bits_of_one_at_a_time(threads: int, depth: int) -> None:
+    config = tiny_config()
+    weights = CPU.weights(config, tiny_weights(config))
+    one, many = Runner.of(CPU.device(weights, 60), 3), Runner.of(DeviceKind("cpu", threads).device(weights, 60), 3)
+    prompts = [[1, 2, 3], [4] * 9, [5]]
+    newest = [one.launch([Row(slot, 0, tokens)]).settle().tokens[0] for slot, tokens in enumerate(prompts)]
+    in_flight: deque[tuple[Ticket, list[int]]] = deque()
+    for slot, tokens in enumerate(prompts):
+        in_flight.append((many.launch([Row(slot, 0, tokens)]), [int(newest[slot])]))
+    for at in range(30):
+        slots = [slot for slot in range(3) if (at + slot) % 4]  # each sits out in turn
+        places = [len(prompts[slot]) + sum((before + slot) % 4 > 0 for before in range(at)) for slot in slots]
+        given = [Row(slot, place, [int(newest[slot])]) for slot, place in zip(slots, places, strict=True)]
+        tokens = one.launch(given).settle().tokens.tolist()
+        for slot, token in zip(slots, tokens, strict=True):
+            newest[slot] = token
+        while len(in_flight) >= depth:
+            ticket, expected = in_flight.popleft()
+            assert ticket.settle().tokens.tolist() == expected
+        fed = [Row(slot, place, [FROM_FEED]) for slot, place in zip(slots, places, strict=True)]
+        in_flight.append((many.launch(fed), tokens))
+    for ticket, expected in in_flight:
+        assert ticket.settle().tokens.tolist() == expected
+    assert np.array_equal(one.device.gather(range(60)), many.device.gather(range(60)))
 
 
 @pytest.mark.parametrize("when", ["before", "after", "unused"])

@@ -14,6 +14,7 @@ from reprieve import Engine
 from reprieve.cli import main, runner
 from reprieve.cli.arguments import parse
 from reprieve.cli.demo import QUESTIONS, SETTINGS, demo_plan
+from trace_kit import of_phase, read
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,10 +50,14 @@ def parks_of(answers: dict[str, int]) -> tuple[int, int]:
     )
 
 
-def test_the_demo_takes_no_settings_but_where_to_write() -> None:
+def test_the_demo_takes_no_settings_but_the_depth_and_where_to_write() -> None:
     assert parse(["demo"]) == demo_plan()
     assert parse(["demo", "--json", "-"]) == demo_plan("-")
+    assert parse(["demo", "--trace", "t"]) == demo_plan(trace_path="t")
+    assert demo_plan(trace_path="t").trace_path == "t"
+    assert parse(["demo", "--depth", "3"]).settings == SETTINGS | {"depth": 3}
     assert demo_plan().check_alone
+    assert demo_plan().settings == SETTINGS
 
 
 def test_the_pool_holds_about_a_third_of_what_they_need() -> None:
@@ -63,7 +68,7 @@ def test_the_pool_holds_about_a_third_of_what_they_need() -> None:
 
 
 def test_both_ways_occur_even_where_rounding_makes_answers_shorter() -> None:
-    assert parks_of(ANSWER_TOKENS) == (3, 4)
+    assert parks_of(ANSWER_TOKENS) == (3, 3)
     chance = random.Random(7)
     for _ in range(12):
         answers = {name: chance.randint(tokens * 2 // 3, tokens) for name, tokens in ANSWER_TOKENS.items()}
@@ -77,8 +82,8 @@ def test_the_demo_parks_both_ways_and_says_yes_eight_times(
     smollm2: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(runner, "load", lambda path, **_: smollm2)  # the same file, loaded already
-    file = tmp_path / "demo.json"
-    assert main(["demo", "--json", str(file)]) == 0
+    file, trace = tmp_path / "demo.json", tmp_path / "trace.json"
+    assert main(["demo", "--json", str(file), "--trace", str(trace)]) == 0
     requests = json.loads(file.read_text("utf-8"))["requests"]
     assert {request["id"]: len(request["prompt_tokens"]) for request in requests} == PROMPT_TOKENS
     assert [request["same_as_alone"] for request in requests] == [True] * 8
@@ -86,6 +91,7 @@ def test_the_demo_parks_both_ways_and_says_yes_eight_times(
     replays = sum(request["parks"]["replay"] for request in requests)
     assert spills > 0
     assert replays > 0
+    assert len(of_phase(read(trace), "B")) == spills + replays
     lengths = {len(request["tokens"]) for request in requests}
     assert min(lengths) * 4 < max(lengths) <= max(budget for _, budget in QUESTIONS.values())
     out = capsys.readouterr().out

@@ -33,7 +33,7 @@ def test_what_never_fits_is_refused_at_submit_and_holds_nobody_up() -> None:
 
 
 def test_a_shortage_is_counted_in_blocks_so_exactly_two_of_six_give_way() -> None:
-    with Engine(tiny_model(), kv_blocks=14, block_size=4, max_slots=6, head_room=0, step_tokens=64) as engine:
+    with Engine(tiny_model(), kv_blocks=14, block_size=4, max_slots=6, head_room=0, depth=1) as engine:
         handles = [engine.submit(ask(7, 8, seed)) for seed in range(6)]
         engine.step()  # six prefills of 7: 12 blocks
         engine.step()  # position 7: KV length 8, all blocks full
@@ -137,7 +137,7 @@ def test_who_waits_to_replay_comes_in_once_and_thrashes_nobody() -> None:
 
 
 def test_a_huge_budget_does_not_keep_short_requests_waiting() -> None:
-    with Engine(tiny_model(), kv_blocks=64, block_size=4, max_slots=4) as engine:
+    with Engine(tiny_model(), kv_blocks=64, block_size=4, max_slots=4, depth=1) as engine:
         huge = engine.submit(Request((1, 2, 3), max_new_tokens=2**40, ignore_eos=True))
         short = [engine.submit(ask(4, 3, seed)) for seed in range(10)]
         for _ in range(12):

@@ -14,7 +14,7 @@ import pytest
 from engine_kit import Clock, alone, ask, check_as_alone, faulty_engine, small_engine, tiny_model
 from recording import check_nothing_left, check_stream, recorded
 from reprieve import Engine, Handle, Request, Token
-from reprieve import engine as engine_module
+from reprieve import lane as lane_module
 from reprieve.errors import DeviceLost, EngineBusy, InvalidArgument, RequestFailed
 from reprieve.launch import settle
 from reprieve.step import StepResult
@@ -37,13 +37,14 @@ def interrupt_once(calls: int = 0) -> Any:
     return maybe
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize(
     "where", ["before settle", "as settle returns", "after settle", "after a token", "before a token"]
 )
 def test_an_interrupt_anywhere_in_a_step_loses_and_repeats_no_token(
-    where: str, monkeypatch: pytest.MonkeyPatch
+    where: str, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with small_engine() as engine:
+    with small_engine(depth=depth) as engine:
         handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
         engine.step()
         maybe = interrupt_once(1)
@@ -64,7 +65,7 @@ def test_an_interrupt_anywhere_in_a_step_loses_and_repeats_no_token(
             if where == "after a token":
                 maybe()
 
-        monkeypatch.setattr(engine_module, "settle", interrupted_settle)
+        monkeypatch.setattr(lane_module, "settle", interrupted_settle)
         monkeypatch.setattr(engine._journal, "token", interrupted_token)
         if where == "after settle":
             run = engine._delivery.run
@@ -137,7 +138,7 @@ def test_after_an_interrupt_close_ends_everybody_and_closes_the_device(monkeypat
     engine, _, device = faulty_engine(kv_blocks=40, block_size=4)
     handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
     maybe = interrupt_once()
-    monkeypatch.setattr(engine_module, "settle", lambda *_: maybe())
+    monkeypatch.setattr(lane_module, "settle", lambda *_: maybe())
     with pytest.raises(KeyboardInterrupt), engine:
         engine.run()
     assert [handle.finish_reason for handle in handles] == ["cancelled"] * 3
@@ -222,7 +223,7 @@ def test_a_clock_that_raises_or_goes_back_loses_no_event() -> None:
 
 
 def test_ctrl_c_is_taken_at_the_end_of_the_call() -> None:
-    engine, _, device = faulty_engine(kv_blocks=40, block_size=4, max_slots=4)
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4, max_slots=4, depth=1)
     with engine:
         handles = [engine.submit(ask(5, 6, seed)) for seed in range(3)]
         launch, finished = device.launch, []
@@ -268,7 +269,7 @@ def test_a_second_ctrl_c_does_not_wait() -> None:
 
 
 def test_a_second_thread_is_told_so_and_changes_nothing() -> None:
-    engine, _, device = faulty_engine(kv_blocks=40, block_size=4)
+    engine, _, device = faulty_engine(kv_blocks=40, block_size=4, depth=1)
     with engine:
         handle = engine.submit(ask(5, 6))
         launch, met = device.launch, []

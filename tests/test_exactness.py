@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,13 @@ from encoded import encode, with_matrices
 from reprieve._native import cpu_instructions
 from reprieve.device.reference_weights import ReferenceWeights
 from reprieve.device.row_tiles import same_bits
+from reprieve.step import FROM_FEED
 from tiny_models import Row, Runner, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from device_kinds import DeviceWeights, LogitDevice
+    from device_kinds import DeviceWeights, LogitDevice, LogitTicket
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.config import Architecture, ModelConfig
     from reprieve.model.weights import ModelWeights, Tensor
@@ -202,6 +204,56 @@ def test_restored_blocks_elsewhere_go_on_with_the_same_bits(case: Case, kind: De
     image[:] = 255  # the caller may overwrite it
     for at in range(half, len(tokens)):
         assert same_bits(runner.run([Row(5, at, [tokens[at]])])[5], oracle.logits[1][at])
+
+
+def feed_on(runner: Runner, prompts: list[list[int]], seed: int) -> list[list[tuple[int, NDArray[np.float32]]]]:
+    """Return by sequence 8 sampled tokens, each with its logits, where all inputs after the prompts come from the feed.
+
+    The prompts come in one after another, among decodes of those before; two steps are in flight, but for the logits.
+    """
+    random = np.random.default_rng(seed)
+    slots = sorted(random.permutation(8)[: len(prompts)].tolist())
+    logits: list[list[NDArray[np.float32]]] = [[] for _ in prompts]
+    tokens: list[list[int]] = [[] for _ in prompts]
+    flying: deque[tuple[list[int], LogitTicket]] = deque()
+
+    def settle_oldest() -> None:
+        sequences, ticket = flying.popleft()
+        for i, token in zip(sequences, ticket.settle().tokens.tolist(), strict=True):
+            tokens[i].append(token)
+
+    while any(len(each) < 8 for each in logits):  # each round samples a token at least
+        newcomers = [i for i, each in enumerate(logits) if not each][:1]
+        feeding = [i for i, each in enumerate(logits) if 0 < len(each) < 8]
+        chosen = [i for i in feeding if random.random() < 0.7] or ([] if newcomers else feeding[:1])
+        rows = [Row(slots[i], len(prompts[i]) + len(logits[i]) - 1, [FROM_FEED]) for i in chosen]
+        rows += [Row(slots[i], 0, prompts[i]) for i in newcomers]
+        ticket = runner.launch(rows)
+        flying.append((chosen + newcomers, ticket))
+        for i, values in zip(chosen + newcomers, ticket.logits, strict=True):
+            logits[i].append(values)
+        if len(flying) == 2:
+            settle_oldest()
+    while flying:
+        settle_oldest()
+    return [list(zip(*each, strict=True)) for each in zip(tokens, logits, strict=True)]
+
+
+@each_kind
+@each_case
+def test_what_feeds_on_itself_in_a_mixed_batch_has_the_bits_of_a_solo_run(case: Case, kind: DeviceKind) -> None:
+    oracle = solo(case, kind)
+    prompts = [oracle.tokens[i] for i in (4, 1, 3)]
+    answers = feed_on(Runner.of(case.device(kind, oracle.weights), 4), prompts, seed=4)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = Runner.of(case.device(kind.oracle, oracle.weights))
+        replay(alone, 0, prompt[:-1], 3)
+        token = prompt[-1]
+        for at, (sampled, logits) in enumerate(answer, len(prompt) - 1):
+            expected = alone.run([Row(0, at, [token])])[0]
+            assert same_bits(logits, expected), at
+            assert sampled == expected[: oracle.weights.config.vocab_size].argmax()
+            token = sampled
 
 
 class RowDependentWeights(ReferenceWeights):

@@ -1,30 +1,21 @@
-"""Random arrivals, parks, cancellations, damaged images and faults of every kind, checked after each step."""
+"""Random arrivals, parks, cancellations, damaged images and faults of every kind at every depth, checked throughout."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lane_asks import Ask
+from lane_rig import LaneRig
+from lane_worlds import MOST_STEPS, every_nth, prompt
 from reprieve.errors import CannotPark, DeviceLost, RowFailed, StepFailed
-from scripted import Rig, solo
+from scripted_oracle import solo
 
 if TYPE_CHECKING:
     from reprieve.request import ParkBy
-
-MOST_STEPS = 10_000  # with one token a step and no immunity, sequences that replay for each other have taken over 600
-
-
-@dataclass(frozen=True)
-class Arrival:
-    step: int
-    length: int
-    budget: int
-    priority: int
-    replayable: bool
 
 
 @dataclass(frozen=True)
@@ -35,14 +26,16 @@ class Meddling:
     which: int
 
 
-ARRIVALS = st.lists(
+ASKS = st.lists(
     st.builds(
-        Arrival,
-        step=st.integers(0, 6),
-        length=st.integers(1, 14),
+        Ask,
+        prompt=st.builds(prompt, st.integers(0, 5), st.integers(1, 14)),
+        arrives=st.integers(0, 6),
         budget=st.integers(1, 24),
         priority=st.sampled_from([0, 0, 0, -1, 1]),
         replayable=st.sampled_from([True, True, False]),
+        stops_at=st.sampled_from([None, None, 0, 3, 8]),
+        mask=st.sampled_from([None, None, None, every_nth(3, 99)]),
     ),
     min_size=2,
     max_size=8,
@@ -66,9 +59,12 @@ BROKEN_FROM = st.sampled_from(
 
 
 @st.composite
-def rigs(draw: st.DrawFn) -> Rig:
-    return Rig(
+def rigs(draw: st.DrawFn) -> LaneRig:
+    return LaneRig(
+        depth=draw(st.integers(1, 3)),
         host_blocks=draw(st.integers(0, 10)),
+        computes_at_launch=draw(st.booleans()),
+        mask_delay=draw(st.integers(0, 2)),
         num_blocks=draw(st.integers(4, 12)),
         max_slots=draw(st.integers(2, 6)),
         step_tokens=draw(st.integers(1, 12)),
@@ -77,7 +73,7 @@ def rigs(draw: st.DrawFn) -> Rig:
     )
 
 
-def meddle(rig: Rig, meddling: Meddling) -> None:
+def meddle(rig: LaneRig, meddling: Meddling) -> None:
     live = rig.live()
     if not live:
         return
@@ -103,10 +99,10 @@ def meddle(rig: Rig, meddling: Meddling) -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(rigs(), ARRIVALS, MEDDLING, FAULTS, BROKEN_FROM)
+@given(rigs(), ASKS, MEDDLING, FAULTS, BROKEN_FROM)
 def test_whatever_fails_nothing_leaks_nobody_hangs_and_the_others_get_their_own_tokens(
-    rig: Rig,
-    arrivals: list[Arrival],
+    rig: LaneRig,
+    asks: list[Ask],
     meddling: dict[int, Meddling],
     faults: dict[tuple[str, int], BaseException],
     broken_from: int | None,
@@ -121,12 +117,8 @@ def test_whatever_fails_nothing_leaks_nobody_hangs_and_the_others_get_their_own_
 
     rig.device.fault = fault
     fits = rig.books.num_blocks * rig.books.block_size
-    coming = sorted((a for a in arrivals if a.length <= fits), key=lambda arrival: arrival.step)
+    rig.coming = sorted((ask for ask in asks if len(ask.prompt) <= fits), key=lambda ask: ask.arrives)
     for step in range(MOST_STEPS):
-        while coming and coming[0].step <= step:
-            arrival = coming.pop(0)
-            prompt = [int(t) for t in np.random.default_rng(len(coming)).integers(0, 1000, arrival.length)]
-            rig.books.submit(prompt, arrival.budget, arrival.priority, replayable=arrival.replayable)
         if step in meddling:
             meddle(rig, meddling[step])
             rig.check()
@@ -135,18 +127,17 @@ def test_whatever_fails_nothing_leaks_nobody_hangs_and_the_others_get_their_own_
         except KeyboardInterrupt:
             assert any(isinstance(error, KeyboardInterrupt) for error in faults.values())
         rig.check()
-        if rig.latch.lost is not None or not (coming or rig.live()):
+        if rig.latch.lost is not None or not (rig.coming or rig.live() or rig.lane.num_in_flight):
             break
     assert not rig.live(), "somebody hangs"
-    assert rig.books.free_blocks == rig.books.num_blocks
-    assert rig.store.used_bytes == 0
-    codes = {code for code, _ in rig.journal.ends.values()}
-    assert codes <= {"length", "capacity", "cancelled", "step_failed", "device_lost"}
+    rig.check_nothing_left()
+    codes = set(rig.ends().values())
+    assert codes <= {"length", "stop", "capacity", "cancelled", "step_failed", "device_lost"}
     assert ("device_lost" in codes) <= broken()
     harmed = any(entry.what in {"flip", "cut", "lose"} for entry in meddling.values())
     assert ("step_failed" in codes) <= (bool(faults) or harmed)
     if rig.latch.lost is None and not broken():
         rig.device.fault = lambda call, nth: None
-        fresh = rig.books.submit([1, 2, 3], 3)
+        fresh = rig.ask(Ask((1, 2, 3), 3))
         rig.run()
-        assert rig.tokens(fresh) == solo([1, 2, 3], 3)
+        assert rig.streams.tokens(fresh) == solo([1, 2, 3], 3)

@@ -30,7 +30,7 @@ def test_greedy_tokens_are_those_of_an_independent_implementation(
     """All prompts at once, in a pool that holds about a third of what they need: neither may show."""
     model: LoadedModel = request.getfixturevalue("smollm2" if device == "cpu" else "smollm2_reference")
     host_kv_bytes = 136 * POSITION_ITEMS * (4 if kv == "f32" else 2)
-    with Engine(model, kv=kv, kv_blocks=36, block_size=16, max_slots=8, host_kv_bytes=host_kv_bytes) as engine:
+    with Engine(model, kv=kv, kv_blocks=30, block_size=16, max_slots=8, host_kv_bytes=host_kv_bytes, depth=2) as engine:
         handles = [
             engine.submit(Request(prompt["text"], max_new_tokens=96, chat=prompt["kind"] == "chat"))
             for prompt in GOLDEN

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from launch_kit import BUDGET, FAULTS, by_row, crowded, fails, prompt
 from reprieve.errors import (
     BooksMisused,
     DeviceLost,
@@ -19,57 +20,17 @@ from reprieve.errors import (
 )
 from reprieve.latch import FaultLatch, classified
 from reprieve.launch import end_rows, settle
-from scripted import Rig, solo
+from reprieve.step import StepResult
+from scripted import Rig
+from scripted_oracle import solo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-    from reprieve.step import StepBuffers, StepCounts
-    from scripted import Call, Entry
-
-BUDGET = 9
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 1000, length)]
-
-
-def crowded(parks: int) -> Rig:
-    """Return a rig of six sequences at KV length 8, whose next step exhausts the pool exactly `parks` times.
-
-    Each holds 2 blocks of 4 and needs a third: with 12 + 6 blocks all can grow. Whoever leaves gives back two and
-    needs none, so each park makes up for three blocks.
-    """
-    num_blocks = {0: 18, 1: 16, 2: 13}[parks]
-    rig = Rig(num_blocks=num_blocks)
-    for seed in range(6):
-        rig.books.submit(prompt(seed, 7), BUDGET)
-    assert rig.step()  # the prompts
-    assert rig.step()  # position 7: block 2 is full
-    assert [entry.committed for entry in rig.books.entries.values()] == [8] * 6
-    rig.device.launched.clear()
-    return rig
-
-
-def fails(
-    rig: Rig, call: str, error: BaseException, nth: int | None = None, probe: BaseException | None = None
-) -> None:
-    """Make the device's next (or `nth`) `call` raise `error`, and its probe raise `probe`."""
-    wanted = rig.device.counts[call] if nth is None else nth
-
-    def fault(name: str, count: int) -> BaseException | None:
-        if name == "probe":
-            return probe
-        return error if (name, count) == (call, wanted) else None
-
-    rig.device.fault = fault
-
-
-def by_row(rig: Rig) -> list[Entry]:
-    return rig.books._residents()
-
+    from reprieve.step import Step, StepBuffers, StepCounts
+    from scripted_holdings import Call
 
 # A step that goes well.
 
@@ -185,19 +146,6 @@ def test_a_failed_row_that_does_not_exist_fails_the_step(row: int) -> None:
 
 
 # The whole step fails.
-
-FAULTS: list[tuple[BaseException, BaseException | None, type[BaseException]]] = [
-    (StepFailed("no"), None, StepAborted),
-    (DeviceLost("gone"), None, DeviceLost),
-    (ValueError("device lost, out of memory"), None, StepAborted),
-    (MemoryError(), None, StepAborted),
-    (KvExhausted(1, 0), None, StepAborted),
-    (ValueError("all is well"), DeviceLost("gone"), DeviceLost),
-    (ValueError("all is well"), OSError("a probe that is broken too"), DeviceLost),
-    (KeyboardInterrupt(), None, KeyboardInterrupt),
-    (SystemExit(3), None, SystemExit),
-    (ValueError("then"), KeyboardInterrupt(), KeyboardInterrupt),
-]
 
 
 @pytest.mark.parametrize("parks", [0, 1, 2])
@@ -331,13 +279,25 @@ def test_an_answer_that_is_no_token_fails_the_step_and_not_the_caller(monkeypatc
 
 
 def test_settling_with_nothing_in_flight_is_refused() -> None:
+    class Strange:
+        """A ticket of nobody's."""
+
+        def __init__(self, step: Step) -> None:
+            self.step = step
+
+        def ready(self) -> bool:
+            return True
+
+        def settle(self) -> StepResult:
+            return StepResult(np.zeros(self.step.num_rows, np.int32))
+
     rig = crowded(0)
     ticket = rig.launch()
     assert ticket is not None
     rig.settle(ticket)
     before = rig.books.snapshot()
     with pytest.raises(BooksMisused):
-        settle(rig.books, rig.device, ticket, rig.outcomes)
+        settle(rig.books, rig.device, Strange(ticket.step), rig.outcomes)
     assert rig.books.snapshot() == before
 
 

@@ -19,19 +19,21 @@ from reprieve.errors import (
     KvExhausted,
     RequestFinished,
     StepFailed,
-    StepInFlight,
     UnknownRequest,
 )
 from reprieve.image_store import HostStore
-from reprieve.park import NullListener, Parker
-from reprieve.step import ArrivalPlan
-from scripted import Rig, ScriptedDevice, solo
+from reprieve.park import NullListener, Park, Parker
+from reprieve.step import OUTCOME_OVERRUN, OUTCOME_TOKEN, ArrivalPlan, NothingInFlight
+from scripted import Rig
+from scripted_device import ScriptedDevice
+from scripted_holdings import Settings
+from scripted_oracle import solo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reprieve.request import ParkBy
-    from scripted import Call
+    from scripted_holdings import Call
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -47,7 +49,7 @@ def decoding(
     replayable: bool = True,
 ) -> Rig:
     """Return a rig whose sequences 100, 101, ... have prompts of these lengths committed and one token generated."""
-    rig = Rig(host_blocks, num_blocks)
+    rig = Rig(host_blocks, num_blocks=num_blocks)
     for seed, length in enumerate(lengths):
         rig.books.submit(prompt(seed, length), budget, replayable=replayable)
     assert rig.step()
@@ -130,14 +132,22 @@ def test_with_nothing_committed_there_is_no_image() -> None:
     assert ends_as_alone(rig)
 
 
-def test_with_nothing_committed_and_not_replayable_the_books_decide() -> None:
+def test_with_nothing_committed_and_not_replayable_the_books_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.books.submit(prompt(0, 9), 20, replayable=False)
     rig.parker.bring_in()
+
+    def refuse(seq: int, by: ParkBy) -> None:
+        raise CannotPark(seq, "they say no")
+
+    monkeypatch.setattr(rig.books, "park", refuse)
     before = everything(rig)
-    with pytest.raises(CannotPark):
+    with pytest.raises(CannotPark, match="they say no"):
         rig.parker.park(100, "by_hand")
     assert everything(rig) == before
+    monkeypatch.undo()
+    assert rig.parker.park(100, "by_hand") == "replay", "nothing is lost by it"
+    assert ends_as_alone(rig)
 
 
 # Refusals change nothing.
@@ -168,15 +178,21 @@ def test_parking_the_unknown_and_the_finished_raises_and_changes_nothing() -> No
 
 
 @pytest.mark.parametrize("by", ["spill", "replay"])
-def test_a_sequence_in_flight_is_not_parked_and_nothing_changes(by: ParkBy) -> None:
+def test_what_a_step_in_flight_computes_of_one_that_is_parked_is_discarded_and_fenced_until_then(by: ParkBy) -> None:
     rig = decoding()
     ticket = rig.launch()
     assert ticket is not None
-    before = everything(rig)
-    with pytest.raises(StepInFlight):
-        rig.parker.park(100, "by_hand", by)
-    assert everything(rig) == before
+    free, held = rig.books.free_blocks, len(rig.books.entries[100].table)
+    assert rig.parker.park(100, "by_hand", by) == by
+    assert (rig.books.free_blocks, rig.books.fenced_blocks) == (free, held)
+    assert rig.books.generated(100) == 1
+    assert rig.parker.bring_in(rig.before) == 1, "it comes back elsewhere at once"
+    assert rig.books.slot(100) == 2
+    rig.check()
     rig.settle(ticket)
+    assert rig.outcomes[:2].tolist() == [OUTCOME_OVERRUN, OUTCOME_TOKEN]
+    assert rig.books.fenced_blocks == 0
+    assert rig.books.generated(100) == 1
     rig.check()
     assert ends_as_alone(rig)
 
@@ -230,7 +246,7 @@ def test_a_device_whose_kv_no_header_can_hold_is_refused_at_once() -> None:
 
     rig = Rig()
     with pytest.raises(InvalidArgument, match="dtype"):
-        Parker(rig.books, Odd([], 4, 4, 1), rig.store, NullListener())
+        Parker(rig.books, Odd([], Settings(num_blocks=4, max_slots=1)), rig.store, NullListener())
 
 
 # The copy comes first.
@@ -479,7 +495,98 @@ def test_admission_ends_whatever_the_books_plan(monkeypatch: pytest.MonkeyPatch)
     assert rig.journal.named("parked", 100) == [("parked", 100, "replay", "priority", 18, 0)]
 
 
+class Counting(NothingInFlight):
+    """Steps in flight of which so many can be settled; `then` happens with the last one."""
+
+    def __init__(self, left: int, then: Callable[[], object] = lambda: None) -> None:
+        self.left, self.then = left, then
+
+    def settle_oldest(self) -> bool:
+        self.left -= 1
+        assert self.left > -9, "asked for ever"
+        if self.left == 0:
+            self.then()
+        return self.left >= 0
+
+
+def test_a_head_waits_for_the_steps_in_flight_that_its_victims_are_in() -> None:
+    rig = decoding(num_blocks=8)
+    urgent = rig.books.submit(prompt(8, 31), 1, priority=3)
+    tickets = [rig.launch(), rig.launch()]
+    assert None not in tickets
+    assert rig.parker.bring_in(rig.before) == 1
+    assert not rig.tickets, "both were settled before anybody was parked"
+    assert [event[1] for event in rig.journal.named("parked")] == [100, 101]
+    assert [park.parked_by for _, park in rig.journal.parks] == [urgent, urgent]
+    assert all(rig.books.generated(seq) == 3 for seq in (100, 101)), "nothing that was computed is lost"
+    rig.check()
+    assert ends_as_alone(rig)
+
+
+def test_a_head_that_fits_once_the_fences_are_lifted_waits_and_parks_nobody() -> None:
+    rig = decoding(num_blocks=8)
+    rig.launch()
+    rig.parker.end(100, "cancelled")
+    urgent = rig.books.submit(prompt(8, 20), 1, priority=3)
+    assert rig.parker.bring_in(rig.before) == 0
+    assert rig.tickets, "and settles nothing"
+    assert rig.settle_oldest()
+    assert rig.parker.bring_in(rig.before) == 1
+    assert rig.books.residents() == [urgent, 101]
+    assert not rig.journal.parks
+
+
+def test_a_plan_that_waits_for_steps_is_asked_again_after_each_and_a_wait_for_none_is_a_bug(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = decoding()
+    late = rig.books.submit(prompt(8, 3), 1)
+    wait = ArrivalPlan(late, [(100, "replay")], settle_first=True)
+    monkeypatch.setattr(rig.books, "next_arrival", lambda spill_blocks: wait)
+    in_flight = Counting(3, then=monkeypatch.undo)
+    assert rig.parker.bring_in(in_flight) == 1
+    assert in_flight.left == 0
+    assert not rig.journal.parks, "it fitted in the end"
+    monkeypatch.setattr(rig.books, "next_arrival", lambda spill_blocks: wait)
+    in_flight = Counting(2)
+    with pytest.raises(BooksMisused):
+        rig.parker.bring_in(in_flight)
+    assert in_flight.left == -1
+
+
 # Making room.
+
+
+def test_room_is_made_by_nobody_while_a_step_in_flight_has_to_be_settled_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = decoding()
+    before = everything(rig)
+    monkeypatch.setattr(rig.books, "victim", lambda spill_blocks: "settle")
+    assert not rig.parker.make_room(KvExhausted(1, 0))
+    assert everything(rig) == before
+    assert not rig.journal.parks
+
+
+def test_a_victim_that_cannot_be_copied_waits_too_if_whoever_needs_no_copy_is_in_flight() -> None:
+    rig = decoding()
+    rig.books.entries[100].replayable = False
+    rig.books.entries[101].immune_until = 10  # so that 100 is the victim
+    failing(rig, "gather", StepFailed("no"))
+    before = everything(rig)
+    choices = iter([100, "settle"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.books, "victim", lambda spill_blocks: next(choices))
+        assert not rig.parker.make_room(KvExhausted(1, 0))
+    assert everything(rig) == before
+
+
+def test_who_gives_way_learns_for_whom() -> None:
+    rig = decoding()
+    rig.launch()  # all that was picked is launched, so nobody grows
+    assert rig.parker.park(101, "by_hand", parked_by=100) == "spill"
+    assert rig.journal.parks[-1] == (101, Park("spill", "by_hand", 6, 2 * 32, 0, 100))
+    rig.books.submit(prompt(9, 3), 2, priority=1)
+    assert rig.parker.park(100, "forced") == "spill"
+    assert rig.journal.parks[-1] == (100, Park("spill", "forced", 18, 5 * 32, 1, None)), "one stands before it"
 
 
 def test_a_victim_that_cannot_be_copied_lets_one_go_that_needs_no_copy() -> None:

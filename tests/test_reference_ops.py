@@ -22,11 +22,11 @@ from reprieve.device.row_tiles import (
 )
 from reprieve.errors import InexactProduct
 from reprieve.model.config import rope_frequencies
-from reprieve.step import TOKEN_ALL_NAN
-from tiny_models import tiny_config
+from reprieve.step import TOKEN_ALL_NAN, TOKEN_NONE_ALLOWED
+from tiny_models import mask_of, tiny_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
 
@@ -170,7 +170,34 @@ def test_attention_has_the_same_float64_bits_for_any_chunk_block_size_and_pool_c
         assert np.array_equal(got, expected), (block_size, chunk, filling)
 
 
-# Argmax.
+# Masks and argmax.
+
+
+def best_of(
+    values: NDArray[np.float32],
+    vocab_size: int,
+    mask: NDArray[np.uint32] | NDArray[np.int32] | None = None,
+    banned: Sequence[int] = (),
+) -> int:
+    """Return the token of one row, masked or not, between two rows that must not notice."""
+    logits = np.stack([np.roll(values, 1), values, np.flip(values)])
+    masks, bans = {} if mask is None else {1: mask}, {1: banned} if banned else {}
+    tokens = reference_ops.masked_argmax(logits, vocab_size, masks, bans)
+    assert tokens.dtype == np.int32
+    others = reference_ops.masked_argmax(logits[[0, 2]], vocab_size, {}, {})
+    assert tokens[[0, 2]].tolist() == others.tolist()
+    return int(tokens[1])
+
+
+def loop_best(values: list[float], allowed: Iterable[int]) -> int:
+    """Return what the rule says of one row, id by id."""
+    best, chosen = -math.inf, None
+    only_nan = TOKEN_NONE_ALLOWED
+    for token in sorted(allowed):
+        only_nan = TOKEN_ALL_NAN
+        if not math.isnan(values[token]) and (chosen is None or values[token] > best):
+            best, chosen = values[token], token
+    return only_nan if chosen is None else chosen
 
 
 @pytest.mark.parametrize(
@@ -188,24 +215,108 @@ def test_attention_has_the_same_float64_bits_for_any_chunk_block_size_and_pool_c
     ],
 )
 def test_argmax_takes_the_lowest_of_the_largest_and_never_a_nan(values: list[float], best: int) -> None:
-    assert reference_ops.argmax(np.array([values], np.float32), 4).tolist() == [best]
+    row = np.array(values, np.float32)
+    assert best_of(row, 4) == best_of(row, 4, mask_of(range(4), 4)) == best
 
 
-@pytest.mark.parametrize("vocab", [1, 31, 513, 128256, 151936])
+@pytest.mark.parametrize("vocab", [1, 31, 95, 96, 97, 512, 513, 128256, 151936])
 def test_argmax_ties_go_to_the_lowest_id_at_any_width(vocab: int) -> None:
     logits = np.zeros((4, vocab), np.float32)
     logits[1, [vocab // 3, vocab - 1]] = 2
     logits[2, vocab - 1] = 2
     logits[3, [0, vocab - 1]] = 2
-    assert reference_ops.argmax(logits, vocab).tolist() == [0, vocab // 3, vocab - 1, 0]
+    everything = dict.fromkeys(range(4), mask_of(range(vocab), vocab))
+    for masks in ({}, everything):
+        assert reference_ops.masked_argmax(logits, vocab, masks, {}).tolist() == [0, vocab // 3, vocab - 1, 0]
+
+
+def test_maxima_that_are_equal_only_after_masking_go_to_the_lowest_allowed_id() -> None:
+    values = np.zeros(512, np.float32)
+    values[[5, 256]], values[[4, 300]] = 3, 9
+    rest = set(range(512)) - {4, 300}
+    assert best_of(values, 512) == 4
+    assert best_of(values, 512, mask_of(rest, 512)) == best_of(values, 512, banned=[4, 300]) == 5
+    assert best_of(values, 512, mask_of(rest - {5}, 512)) == best_of(values, 512, mask_of(rest, 512), [5]) == 256
+    assert best_of(values, 512, mask_of({400, 31, 511}, 512)) == 31
+
+
+def test_an_unmasked_row_beside_masked_ones_is_as_it_is_alone() -> None:
+    logits = normal(3, 70)
+    masks = {0: mask_of({3}, 70), 2: mask_of({69}, 70)}
+    assert reference_ops.masked_argmax(logits, 70, masks, {}).tolist() == [3, logits[1].argmax(), 69]
+    assert reference_ops.masked_argmax(logits, 70, {}, {1: [logits[1].argmax()]})[[0, 2]].tolist() == [
+        logits[0].argmax(),
+        logits[2].argmax(),
+    ]
+
+
+def test_where_mask_and_bans_together_leave_nothing_no_token_is_chosen() -> None:
+    values = normal(513)
+    assert best_of(values, 513, mask_of({264}, 513)) == 264
+    assert best_of(values, 513, mask_of({264}, 513), [264]) == TOKEN_NONE_ALLOWED
+    assert best_of(values, 513, mask_of((), 513)) == TOKEN_NONE_ALLOWED
+    assert best_of(values[:1], 1, banned=[0]) == TOKEN_NONE_ALLOWED
+    assert best_of(values, 513, mask_of({264, 512}, 513), [264, 264, 3]) == 512
+
+
+@pytest.mark.parametrize("vocab", [95, 96, 97, 513])
+@pytest.mark.parametrize("token", [0, 31, 32, 63, 64, 94, -1])
+def test_each_bit_of_a_mask_allows_its_own_id(token: int, vocab: int) -> None:
+    values, token = normal(vocab, seed=vocab), token % vocab
+    mask = mask_of({token}, vocab)
+    strided = np.stack([mask, ~mask], axis=1)[:, 0]
+    assert not strided.flags.c_contiguous
+    for same in (mask, mask.view(np.int32), strided, np.append(mask, np.uint32(0xFFFFFFFF))):
+        assert best_of(values, vocab, same) == token
+        values[token] = -math.inf
+        assert best_of(values, vocab, same) == token
+    second = int(values.argmax())  # of all others
+    values[token] = math.inf
+    mask = mask_of(set(range(vocab)) - {token}, vocab)
+    assert best_of(values, vocab, mask) == best_of(values, vocab, mask.view(np.int32)) == second
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 95, 96, 97, 513])
+def test_masked_argmax_is_the_plain_loop(vocab: int) -> None:
+    random = np.random.default_rng(vocab)
+    seen = set()
+    for _ in range(60):
+        values = random.integers(-2, 3, vocab).astype(np.float32)
+        values[random.random(vocab) < random.choice([0, 0.5, 1])] = NAN
+        allowed = set(np.flatnonzero(random.random(vocab) < random.choice([0, 0.02, 0.5, 1])).tolist())
+        banned = random.integers(0, vocab, random.integers(0, 4)).tolist()
+        expected = loop_best(values.tolist(), allowed - set(banned))
+        assert best_of(values, vocab, mask_of(allowed, vocab), banned) == expected
+        assert best_of(values, vocab, None, banned) == loop_best(values.tolist(), set(range(vocab)) - set(banned))
+        seen.add(min(expected, 0))
+    assert seen == {0, TOKEN_NONE_ALLOWED, TOKEN_ALL_NAN}
+
+
+def test_a_nan_that_is_not_allowed_is_not_looked_at() -> None:
+    values = np.array([NAN, 1.0, NAN, 2.0, NAN], np.float32)
+    assert best_of(values, 5, mask_of({0, 1, 2}, 5)) == 1
+    assert best_of(values, 5, banned=[3]) == 1
+    assert best_of(values, 5, mask_of({0, 2}, 5)) == TOKEN_ALL_NAN
+    assert best_of(values, 5, banned=[1, 3]) == TOKEN_ALL_NAN
+    assert best_of(values, 5, mask_of({0}, 5), [0]) == TOKEN_NONE_ALLOWED
 
 
 def test_argmax_never_chooses_past_the_vocabulary() -> None:
-    logits = np.zeros((3, 96), np.float32)
+    logits = np.zeros((4, 96), np.float32)
     logits[:, 37:] = 9
     logits[1, 36] = 1
     logits[2, :37] = NAN
-    assert reference_ops.argmax(logits, 37).tolist() == [0, 36, TOKEN_ALL_NAN]
+    expected = [0, 36, TOKEN_ALL_NAN, 0]
+    assert reference_ops.masked_argmax(logits, 37, {}, {}).tolist() == expected
+    everything = dict.fromkeys(range(4), mask_of(range(96), 96))
+    assert reference_ops.masked_argmax(logits, 37, everything, {}).tolist() == expected
+    beyond = dict.fromkeys(range(4), mask_of(range(37, 96), 96))
+    assert reference_ops.masked_argmax(logits, 37, beyond, {}).tolist() == [TOKEN_NONE_ALLOWED] * 4
+
+
+def test_a_mask_of_too_few_words_is_an_error() -> None:
+    with pytest.raises(ValueError, match="a mask of 3 words is too short for 97 ids"):
+        reference_ops.masked_argmax(normal(1, 97), 97, {0: mask_of({1}, 96)}, {})
 
 
 # A row's bits depend on that row alone.

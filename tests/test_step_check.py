@@ -12,6 +12,8 @@ from device_kinds import CPU, REFERENCE, DeviceKind
 from reprieve.device.reference import ReferenceDevice
 from reprieve.device.row_tiles import same_bits
 from reprieve.errors import InvalidArgument
+from reprieve.model.llama import forward
+from reprieve.step import ALWAYS, FROM_FEED
 from tiny_models import Row, make_step, tiny_config, tiny_weights
 
 if TYPE_CHECKING:
@@ -43,9 +45,24 @@ def int32(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
+def bans(*rows: tuple[int, int, int]) -> NDArray[np.int32]:
+    return np.array(rows, np.int32)
+
+
+MASKS = np.full((2, 2), 0xFFFFFFFF, np.uint32)
+
 BAD_STEPS: dict[str, dict[str, NDArray[Any]]] = {
     "step.token_ids: must be from 0 to 60, not [61]": {"token_ids": int32(5, 6, 7, 61, 9)},
-    "step.token_ids: must be from 0 to 60, not [-1]": {"token_ids": int32(5, 6, -1, 8, 9)},
+    "step.token_ids: must be from 0 to 60, not [-2]": {"token_ids": int32(5, 6, -2, 8, 9)},
+    "step.token_ids: may be -1, from the feed cell, in a row of 1 token; row 1 has 3": {
+        "token_ids": int32(5, 6, -1, 8, 9)
+    },
+    "step.token_ids: cannot be -1 in slots [2]: nothing was read back in them since their tables began": {
+        "token_ids": int32(5, 6, -1),
+        "positions": int32(3, 4, 0),
+        "num_new": int32(2, 1),
+        "kv_lengths": int32(5, 1),
+    },
     "step.token_ids: must be C-contiguous int32 [5], not int64": {"token_ids": np.arange(5)},
     "step.token_ids: must be C-contiguous int32 [5], not int32 [5], not C-": {"token_ids": np.zeros(10, np.int32)[::2]},
     "step.positions: must be C-contiguous int32 [5], not int32 [4]": {"positions": int32(3, 4, 0, 1)},
@@ -81,6 +98,37 @@ BAD_STEPS: dict[str, dict[str, NDArray[Any]]] = {
         "kv_lengths": int32(5, 6),
         "table_changes": int32(0, 0, 7, 0, 1, 6, 2, 0, 6, 2, 1, 7).reshape(4, 3),
     },
+    "step.bans: must be C-contiguous int32 [1, 3], not int32 [1, 2]": {"bans": int32(0, 1).reshape(1, 2)},
+    "step.bans: must be C-contiguous int32 [1, 3], not int64 [1, 3]": {"bans": np.array([[0, 1, ALWAYS]])},
+    "step.bans (row): must be from 0 to 1, not [2]": {"bans": bans((0, 1, ALWAYS), (2, 1, ALWAYS))},
+    "step.bans (row): must be from 0 to 1, not [-1]": {"bans": bans((-1, 1, ALWAYS))},
+    "step.bans (row): must ascend: [1, 1, 0]": {"bans": bans((1, 1, ALWAYS), (1, 2, ALWAYS), (0, 1, ALWAYS))},
+    "step.bans (token id): must be from 0 to 60, not [61]": {"bans": bans((0, 61, ALWAYS))},
+    "step.bans (token id): must be from 0 to 60, not [-1]": {"bans": bans((1, -1, 5))},
+    "step.bans (after): must be from -1 to 60, not [-2]": {"bans": bans((0, 1, -2))},
+    "step.bans (after): must be from -1 to 60, not [61]": {"bans": bans((0, 1, 61))},
+    "step.mask_rows: must be C-contiguous int32 [1], not int64": {
+        "mask_rows": np.zeros(1, np.int64),
+        "masks": MASKS[1:],
+    },
+    "step.mask_rows: must be from 0 to 1, not [2]": {"mask_rows": int32(1, 2), "masks": MASKS},
+    "step.mask_rows: must ascend, each row once: [1, 0]": {"mask_rows": int32(1, 0), "masks": MASKS},
+    "step.mask_rows: must ascend, each row once: [1, 1]": {"mask_rows": int32(1, 1), "masks": MASKS},
+    "step.masks: must be C-contiguous uint32 [1, 2], not uint32 [2, 2]": {"mask_rows": int32(1), "masks": MASKS},
+    "step.masks: must be C-contiguous uint32 [2, 2], not uint32 [1, 2]": {"mask_rows": int32(0, 1), "masks": MASKS[1:]},
+    "step.masks: must be C-contiguous uint32 [2, 2], not uint32 [2]": {"mask_rows": int32(0, 1), "masks": MASKS[0]},
+    "step.masks: must be C-contiguous uint32 [2, 2], not int32 [2, 2]": {
+        "mask_rows": int32(0, 1),
+        "masks": MASKS.view(np.int32),
+    },
+    "step.masks: must be C-contiguous uint32 [2, 2], not uint32 [2, 2], not C-": {
+        "mask_rows": int32(0, 1),
+        "masks": MASKS.T,
+    },
+    "step.masks: must have at least 2 words for 61 token ids, not 1": {
+        "mask_rows": int32(0, 1),
+        "masks": MASKS[:, :1].copy(),
+    },
     "step: has no rows": {
         name: np.zeros(0, np.uint64 if name == "seqs" else np.uint8 if name == "readback" else np.int32)
         for name in ("token_ids", "positions", "seqs", "slots", "starts", "num_new", "kv_lengths", "readback")
@@ -98,6 +146,12 @@ IN_RUST: dict[str, str | None] = {
     ),
 }
 """What the CPU device says where it is something else."""
+# Of the newer arrays it names the array, in words of its own.
+IN_RUST |= {
+    message: message.split(":")[0].split(" (")[0]
+    for message in BAD_STEPS
+    if message.startswith(("step.bans", "step.mask", "step.token_ids: may", "step.token_ids: cannot"))
+}
 
 
 @pytest.mark.parametrize("message", BAD_STEPS)
@@ -137,18 +191,36 @@ def test_a_slot_that_is_given_to_another_sequence_forgets_its_table(device: Logi
         device.launch(make_step([Row(0, 2, [3, 4, 5, 6])], []))
 
 
-def test_a_launch_that_breaks_off_leaves_the_block_tables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_step_leaves_the_feed_cells_as_they_were(device: LogitDevice) -> None:
+    token = int(device.launch(make_step([Row(0, 0, [1, 2, 3])], [(0, 0, 3)])).settle().tokens[0])
+    # It would begin another sequence in slot 0, and has a row that cannot be computed.
+    with pytest.raises(InvalidArgument, match=r"slot 2 needs blocks"):
+        device.launch(make_step([Row(0, 0, [1]), Row(2, 0, [9])], [(0, 0, 8)]))
+    fed = device.launch(make_step([Row(0, 3, [FROM_FEED])], []))
+    logits, block = fed.logits, device.gather([3])
+    given = device.launch(make_step([Row(0, 3, [token])], []))
+    assert same_bits(given.logits, logits)
+    assert np.array_equal(device.gather([3]), block)
+
+
+def test_a_launch_that_breaks_off_leaves_block_tables_and_feed_cells_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = make_device(REFERENCE)
     assert isinstance(device, ReferenceDevice)
-    tables = device._tables.copy()
+    device.launch(make_step([Row(0, 0, [1, 2])], [(0, 0, 3)]))
+    before = device._slots
+    tables, feed = before.tables.copy(), before.feed.copy()
 
-    def fail(*arguments: object) -> None:
+    def fail(*arguments: Any) -> None:
+        forward(*arguments)
         raise MemoryError
 
-    step = make_step([Row(0, 0, [1, 2])], [(0, 0, 3)])
+    step = make_step([Row(0, 0, [4]), Row(1, 0, [1, 2])], [(0, 0, 7), (1, 0, 5)])
     with monkeypatch.context() as patch:
         patch.setattr("reprieve.device.reference.forward", fail)
         with pytest.raises(MemoryError):
             device.launch(step)
-    assert np.array_equal(device._tables, tables)
+    assert np.array_equal(device._slots.tables, tables)
+    assert np.array_equal(device._slots.feed, feed)
     assert device.launch(step).settle().tokens.min() >= 0

@@ -12,9 +12,11 @@ from reprieve.model.weights import LayerWeights, ModelWeights
 from reprieve.step import READ_ARGMAX, READ_NOTHING, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
     from numpy.typing import NDArray
 
-    from device_kinds import LogitDevice
+    from device_kinds import LogitDevice, LogitTicket
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +109,17 @@ def tiny_weights(config: ModelConfig, seed: int = 0, extra_vocab: int = 0) -> Mo
     )
 
 
+def mask_of(allowed: Iterable[int], vocab_size: int) -> NDArray[np.uint32]:
+    """Return the packed mask [words] that allows these ids of `vocab_size` and no other."""
+    words = np.zeros(-(-vocab_size // 32), np.uint32)
+    for token in allowed:
+        words[token // 32] |= np.uint32(1 << token % 32)
+    return words
+
+
 @dataclass
 class Row:
-    """One row of a hand-made step: the tokens of the sequence in `slot` from position `start`."""
+    """One row of a hand-made step: the tokens of the sequence in `slot` from position `start`, or [FROM_FEED]."""
 
     slot: int
     start: int
@@ -117,10 +127,17 @@ class Row:
     read: bool = True
 
 
-def make_step(rows: list[Row], table_changes: list[tuple[int, int, int]]) -> Step:
-    """Return the step of `rows`, given in ascending slot order."""
+def make_step(
+    rows: list[Row],
+    table_changes: list[tuple[int, int, int]],
+    *,
+    bans: Sequence[tuple[int, int, int]] = (),
+    masks: Mapping[int, NDArray[np.uint32]] | None = None,
+) -> Step:
+    """Return the step of `rows`, given in ascending slot order; `masks` are by row, all of one width."""
     lengths = [len(row.tokens) for row in rows]
     starts = [row.start for row in rows]
+    masks = masks or {}
     return Step(
         token_ids=np.array([token for row in rows for token in row.tokens], np.int32),
         positions=np.array([row.start + i for row in rows for i in range(len(row.tokens))], np.int32),
@@ -131,6 +148,9 @@ def make_step(rows: list[Row], table_changes: list[tuple[int, int, int]]) -> Ste
         kv_lengths=np.array(starts, np.int32) + np.array(lengths, np.int32),
         readback=np.array([READ_ARGMAX if row.read else READ_NOTHING for row in rows], np.uint8),
         table_changes=np.array(table_changes, np.int32).reshape(-1, 3),
+        bans=np.array(bans, np.int32).reshape(-1, 3),
+        mask_rows=np.array(sorted(masks), np.int32),
+        masks=np.stack([masks[row] for row in sorted(masks)]) if masks else np.zeros((0, 0), np.uint32),
     )
 
 
@@ -163,13 +183,23 @@ class Runner:
         self.free[:0] = blocks
         return blocks
 
-    def run(self, rows: list[Row]) -> dict[int, NDArray[np.float32]]:
-        """Launch `rows` and return, by slot, the logits of those that are read back."""
+    def launch(
+        self,
+        rows: list[Row],
+        *,
+        bans: Sequence[tuple[int, int, int]] = (),
+        masks: Mapping[int, NDArray[np.uint32]] | None = None,
+    ) -> LogitTicket:
+        """Give `rows` the blocks that they need, and launch them."""
         for row in rows:
             self.grow(row.slot, row.start + len(row.tokens))
-        step = make_step(rows, self.changes)
-        ticket = self.device.launch(step)
+        ticket = self.device.launch(make_step(rows, self.changes, bans=bans, masks=masks))
         self.changes.clear()
+        return ticket
+
+    def run(self, rows: list[Row]) -> dict[int, NDArray[np.float32]]:
+        """Launch and settle `rows`; return, by slot, the logits of those that are read back."""
+        ticket = self.launch(rows)
         ticket.settle()
-        slots = step.slots[ticket.logit_rows].tolist()
+        slots = ticket.step.slots[ticket.logit_rows].tolist()
         return dict(zip(slots, ticket.logits, strict=True))

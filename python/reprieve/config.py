@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from reprieve.request import ParkBy
 
+MOST_DEPTH: Final = 3
+"""Steps in flight at most: beyond that nothing is left to hide, and an over-run costs more."""
+
 _BOUNDS: Final = {
     "kv_blocks": (1, 2**31 - 1),
     "block_size": (1, 2**31 - 1),
@@ -23,6 +26,7 @@ _BOUNDS: Final = {
     "immunity_tokens": (0, 2**63 - 1),
     "context_length": (1, 2**31 - 1),
     "force_park_every": (0, 2**63 - 1),
+    "depth": (1, MOST_DEPTH),
 }
 """The least and the most that each number may be: what the books can count with."""
 
@@ -45,6 +49,8 @@ class EngineConfig:
     context_length    most positions of a sequence; None for the model's own
     force_park_every  park each sequence after every so many tokens that it generates, to try it out; 0 never does
     force_park_by     how: "spill" or "replay"; None for the way that would be taken anyway
+    depth             steps in flight: with 2 or 3 the next one is launched before the last one's tokens are known; None
+                      for what is best on the device. It changes no bit of anybody's output
 
     Raises `InvalidArgument` (a `ValueError`) that names the setting.
     """
@@ -61,12 +67,13 @@ class EngineConfig:
     context_length: int | None = None
     force_park_every: int = 0
     force_park_by: ParkBy | None = None
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         """Check each setting alone; what depends on the model is checked when the engine is made."""
         for setting, (least, most) in _BOUNDS.items():
             value = getattr(self, setting)
-            if value is not None or setting != "context_length":
+            if value is not None or setting not in {"context_length", "depth"}:
                 # The class is frozen for everybody else.
                 object.__setattr__(self, setting, integer(setting, value, least, most))
         if self.victim not in ("fewest_generated", "newest", "largest"):

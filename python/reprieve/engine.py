@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from reprieve._native import Ledger
+from reprieve.batch import generate
 from reprieve.config import EngineConfig
-from reprieve.deadlines import Deadlines
+from reprieve.constraint import MaskFeed, Masks
 from reprieve.delivery import Delivery
 from reprieve.errors import (
     CannotPark,
@@ -17,36 +17,38 @@ from reprieve.errors import (
     EngineClosed,
     InvalidArgument,
     RequestFinished,
-    StepAborted,
     UnknownRequest,
 )
 from reprieve.exclusive import Exclusive, exclusive
 from reprieve.handle import Handle
 from reprieve.image_store import HostStore
+from reprieve.intake import Intake
 from reprieve.journal import Journal, Live
+from reprieve.lane import Lane
 from reprieve.latch import FaultLatch
-from reprieve.launch import end_rows, launch_with_preemption, settle
 from reprieve.loading import KV_TYPES, LoadedModel, load
 from reprieve.park import Parker
-from reprieve.request import Request
+from reprieve.request import as_request
 from reprieve.stats import EngineSnapshot, EngineStats, Progress, SlotView
-from reprieve.step import READ_ARGMAX, StepBuffers
-from reprieve.text import TextStream
+from reprieve.trace import PoolRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
     from types import TracebackType
 
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.weights import Rounding
-    from reprieve.request import FinishReason, ParkBy
-    from reprieve.step import Step
+    from reprieve.request import FinishReason, ParkBy, Request
+    from reprieve.trace import Trace
 
 _LOG: Final = logging.getLogger(__name__)
 
 _STALLED_PASSES: Final = 16
 """Passes with work but no launch after which the watchdog ends the request that should have come next."""
+
+_MOST_WAIT_S: Final = 0.05
+"""Seconds for which a step without rows waits for masks, before deadlines are looked at again."""
 
 _UNBOUNDED: Final = 2**63 - 1
 """A budget that the context always ends before."""
@@ -58,8 +60,8 @@ class Engine(Exclusive):
     `model` is whatever `load` takes (with `device`, `weights` and `threads`), or a model that it loaded, which several
     engines may share. `kv` is the element type of the KV pool ("auto": "f16" on the CPU device, "f32" on the
     reference); the other `settings` are those of `EngineConfig`. `clock` gives seconds that never go back;
-    `on_device_lost` is called once, when everybody has ended, if the device fails for good.
-    The attributes `config`, `model` and `kv` say what it was made with.
+    `on_device_lost` is called once, when everybody has ended, if the device fails for good; what happens is told to
+    `trace`. The attributes `config`, `model`, `kv` and `depth` (the steps in flight) say what it was made with.
 
     Calls come from one thread at a time: a second one gets `EngineBusy`. Ctrl-C is taken at the end of a call, when
     every sequence is in one state; a second Ctrl-C waits for no more than the device. A context manager: leaving it
@@ -76,6 +78,7 @@ class Engine(Exclusive):
         kv: KvKind | Literal["auto"] = "auto",
         clock: Callable[[], float] = time.monotonic,
         on_device_lost: Callable[[DeviceLost], None] | None = None,
+        trace: Trace | None = None,
         config: EngineConfig | None = None,
         **settings: Any,
     ) -> None:
@@ -91,18 +94,38 @@ class Engine(Exclusive):
         context_length = self.model.context_length(self.config)
         self._on_device_lost = on_device_lost
         self._latch = FaultLatch(self._end_all_as_lost)
-        self._numbers = itertools.count()
         self._stalled_passes = 0
         self._is_closed = False
-        self._journal = Journal(clock)
-        self._deadlines = Deadlines(lambda seq: self._journal.by_seq(seq) is not None)
+        self._trace = trace
         self._store = HostStore(self.config.host_kv_bytes)
         self._device = self.model.new_device(self.config, self.kv)
         try:
+            self.depth = self.config.depth or self._device.default_depth
             self._books = _books(self.config, self.model, context_length)
-            self._buffers = StepBuffers(self._books.step_shape())
+            shape = self._books.step_shape()
+            self._masks = Masks(shape.mask_words, self.model.config.vocab_size)
+            self._journal = Journal(clock, trace, self._masks.forget)
+            self._intake = Intake(self.model.text, self._journal)
             self._parker = Parker(self._books, self._device, self._store, self._journal)
-            self._delivery = Delivery(self._parker, self._journal, self.config.max_slots)
+            self._delivery = Delivery(
+                self._parker,
+                self._journal,
+                self._masks,
+                num_slots=self.config.max_slots,
+                between=self._force_parks,
+                trace=trace,
+            )
+            self._lane = Lane(
+                self._books,
+                self._device,
+                self._parker,
+                self._delivery,
+                depth=self.depth,
+                shape=shape,
+                seconds=self._journal.stats,
+                masks=MaskFeed(self._masks, self._books, self._parker),
+                timer=time.perf_counter if trace is None else trace.now,
+            )
         except BaseException:
             self._device.close()
             raise
@@ -123,31 +146,29 @@ class Engine(Exclusive):
         """
         self._require_open()
         self._delivery.run()
-        if not isinstance(request, Request):
-            for name in fields:
-                if name not in Request.__dataclass_fields__:
-                    known = ", ".join(Request.__dataclass_fields__)
-                    raise InvalidArgument(name, f"is no field of a request; there are {known}")
-            request = Request(request, **fields)
-        elif fields:
-            raise InvalidArgument(next(iter(fields)), "is given beside a Request; put it into the Request")
-        request_id = self._request_id(request)
-        prompt = self._encode(request)
-        stream = self._stream(request)
-        eos = () if request.ignore_eos else self.model.config.eos_ids
-        budget = request.max_new_tokens
-        deadline = None if request.deadline_s is None else self._journal.now() + request.deadline_s
+        asked = as_request(request, fields)
+        request_id = self._intake.id_of(asked)
+        prompt = self._intake.prompt_of(asked)
+        stream = self._intake.stream_of(asked)
+        eos = () if asked.ignore_eos else self.model.config.eos_ids
+        budget = asked.max_new_tokens
+        deadline = None if asked.deadline_s is None else self._journal.now() + asked.deadline_s
         seq = self._books.submit(
             prompt,
             max_new_tokens=_UNBOUNDED if budget is None else min(budget, _UNBOUNDED),
-            priority=request.priority,
-            stop_token_ids=[*request.stop_token_ids, *eos],
+            priority=asked.priority,
+            stop_token_ids=[*asked.stop_token_ids, *eos],
+            constrained=asked.mask is not None,
+            min_tokens=min(asked.min_tokens, _UNBOUNDED),
+            banned_token_ids=asked.banned_token_ids,
+            think_tokens=asked.think_tokens,
         )
         # Everything that can fail is above this line.
-        handle = Handle(request, request_id, prompt, self._advance)
-        self._journal.open(Live(seq, handle, stream))
-        if deadline is not None:
-            self._deadlines.add(deadline, seq, len(self._journal))
+        handle = Handle(asked, request_id, prompt, self._advance)
+        self._journal.open(Live(seq, handle, stream, deadline, asked.max_pause_s))
+        if asked.mask is not None:
+            self._masks.open(seq, asked.mask)
+            self._masks.ask(seq, ())
         return handle
 
     @exclusive
@@ -178,6 +199,7 @@ class Engine(Exclusive):
             # An engine's callers know requests, not sequences.
             raise CannotPark(live.handle.id, refusal.reason) from refusal
         except DeviceLost as lost:
+            self._lane.salvage()
             self._latch.trip(lost)
             raise
 
@@ -194,42 +216,65 @@ class Engine(Exclusive):
 
     @exclusive
     def step(self) -> Progress:
-        """Let in who fits, launch one step, settle it and deliver its tokens.
+        """Let in who fits, launch steps until as many are in flight as there may be, settle the oldest, deliver it.
 
         A step that fails ends its own rows with `step_failed`; a lost device ends every live request with
-        `device_lost`, and then the engine takes no more.
+        `device_lost`, and then the engine takes no more. Once nobody is live, what is still in flight is settled.
         """
         self._require_open(lost_is_open=True)
         self._delivery.run()  # what an interrupt left
         if self._latch.lost is not None and len(self._journal):
             self._end_all(self._latch.lost)  # likewise
         ended = self._expire()
-        if not len(self._journal):
-            return Progress("progressed" if ended else "idle")
         before = len(self._journal)
+        if not before and not self._lane.num_in_flight:
+            return Progress("progressed" if ended else "idle")
         try:
-            self._parker.bring_in()
-            ticket = launch_with_preemption(self._books, self._device, self._parker, self._buffers)
-            if ticket is None:
+            self._lane.bring_in()
+            launched = self._lane.fill() or (self._await_masks() and self._lane.fill())
+            self._trace_pool()
+            if not self._lane.settle_oldest() and not launched:
                 return self._without_launch(progressed=ended or len(self._journal) < before)
-            settle(self._books, self._device, self._delivery.watch(ticket), self._delivery.outcomes)
-            self._delivery.run()
-            self._force_parks(ticket.step)
-        except StepAborted as failure:
-            end_rows(self._parker, failure)
+            self._trace_pool()
         except DeviceLost as lost:
             self._latch.trip(lost)
         except BaseException:
             # An interrupt, or a bug: whatever it broke off, no reservation stays behind.
-            self._books.hand_back()
+            self._lane.recover()
             raise
         self._stalled_passes = 0
         return Progress("progressed")
 
     def run(self) -> None:
-        """Step until no request is live. It ends, as each pass makes progress or counts towards the watchdog."""
-        while len(self._journal):
+        """Step until no request is live and no step in flight.
+
+        It ends, as each pass makes progress or counts towards the watchdog.
+        """
+        while len(self._journal) or self._lane.num_in_flight:
             self.step()
+
+    def generate(
+        self, requests: Iterable[Request | str | Sequence[int]], *, progress: bool | None = None, **fields: Any
+    ) -> list[Handle]:
+        """Answer many requests, or prompts with the other `fields` of a `Request`; return their handles, in that order.
+
+        `progress` shows a bar on standard error, None only where that is a terminal. A request that fails says so in
+        its handle, and the rest go on. Raises `InvalidArgument` that names the place of a bad request, before anything
+        is computed, and what `submit` and `step` raise; then those that are left are cancelled.
+        """
+        return generate(self, requests, fields, progress=progress)
+
+    @exclusive
+    def drain(self) -> None:
+        """Settle all steps in flight and deliver their tokens; launch none."""
+        self._delivery.run()
+        try:
+            self._lane.drain()
+        except DeviceLost as lost:
+            self._latch.trip(lost)
+        except BaseException:
+            self._lane.recover()
+            raise
 
     @exclusive
     def snapshot(self) -> EngineSnapshot:
@@ -251,6 +296,8 @@ class Engine(Exclusive):
             self._books.num_blocks,
             self._books.free_blocks,
             self._store.used_bytes,
+            self._books.fenced_blocks,
+            self._lane.num_in_flight,
         )
 
     # The end.
@@ -262,12 +309,12 @@ class Engine(Exclusive):
             return
         self._is_closed = True
         try:
-            self._books.hand_back()
-            self._delivery.run()
+            self.drain()
             for live in self._journal:
                 self._end(live, "cancelled")
         finally:
             self._device.close()
+            self._masks.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -292,28 +339,6 @@ class Engine(Exclusive):
         if self._latch.lost is not None and not lost_is_open:
             raise DeviceLost("the device is lost; make a new engine") from self._latch.lost
 
-    def _request_id(self, request: Request) -> str:
-        """Return the id that the request asks for, or a new one."""
-        if request.id is not None:
-            if self._journal.by_id(request.id) is not None:
-                raise InvalidArgument("id", f"{request.id!r} is the id of a live request")
-            return request.id
-        return next(name for n in self._numbers if self._journal.by_id(name := f"request-{n}") is None)
-
-    def _encode(self, request: Request) -> list[int]:
-        if not isinstance(request.prompt, str):
-            return list(request.prompt)
-        if self.model.text is None:
-            raise InvalidArgument("prompt", "is text, and the model has no tokenizer; give token ids")
-        return self.model.text.encode_prompt(request.prompt, chat=request.chat)
-
-    def _stream(self, request: Request) -> TextStream | None:
-        if self.model.text is not None:
-            return TextStream(self.model.text.tokenizer, request.stop)
-        if request.stop:
-            raise InvalidArgument("stop", "are texts, and the model has no tokenizer; use stop_token_ids")
-        return None
-
     def _live(self, request: Handle | str) -> Live:
         """Return the live request that is meant."""
         request_id = request.id if isinstance(request, Handle) else request
@@ -334,17 +359,18 @@ class Engine(Exclusive):
         """End whoever is past its deadline, wherever it is; return whether there was one."""
         ended = False
         # Each round ends one request, so the loop ends.
-        while (seq := self._deadlines.due(self._journal.now())) is not None:
+        while (due := self._journal.deadlines.due(self._journal.now())) is not None:
+            seq, expiry = due
             live = self._journal.by_seq(seq)
             if live is None:
                 break
-            self._end(live, "deadline")
+            self._end(live, expiry)
             ended = True
         return ended
 
     def _end_all(self, lost: DeviceLost) -> None:
         """End every live request with `device_lost`."""
-        self._books.hand_back()
+        self._lane.recover()
         for live in self._journal:
             self._end(live, "device_lost", lost)
 
@@ -359,6 +385,10 @@ class Engine(Exclusive):
         if progressed or not len(self._journal):
             self._stalled_passes = 0
             return Progress("progressed" if progressed else "idle")
+        until = self._journal.deadlines.next()
+        if self._masks.num_pending:
+            self._stalled_passes = 0  # a function of the caller's may take its time
+            return Progress("waiting", next(iter(self._journal)).handle.id, until)
         order = [*self._books.waiting(), *self._books.residents()]
         live = next((found for seq in order if (found := self._journal.by_seq(seq)) is not None), None)
         live = next(iter(self._journal)) if live is None else live
@@ -368,14 +398,31 @@ class Engine(Exclusive):
             self._stalled_passes = 0
             self._end(live, "no_progress")
             return Progress("progressed")
-        return Progress("waiting", live.handle.id, self._deadlines.next())
+        return Progress("waiting", live.handle.id, until)
 
-    def _force_parks(self, step: Step) -> None:
-        """Park each sequence whose newest token is one after which the settings ask for it; skip who cannot be."""
+    def _await_masks(self) -> bool:
+        """Wait for a mask, for a while, if nothing else is to be done; return whether one may have come."""
+        if self._lane.num_in_flight or not self._masks.num_pending:
+            return False
+        until = self._journal.deadlines.next()
+        left = _MOST_WAIT_S if until is None else min(until - self._journal.now(), _MOST_WAIT_S)
+        return self._masks.wait(lambda: False, max(left, 0.0))
+
+    def _trace_pool(self) -> None:
+        """Tell the trace how full the pool is."""
+        if self._trace is None:
+            return
+        free, fenced, waiting = self._books.free_blocks, self._books.fenced_blocks, self._books.waiting()
+        paused = sum(self._books.state(seq) != "queued" for seq in waiting)
+        held = self._books.num_blocks - free - fenced
+        self._trace.pool(PoolRecord(self._trace.now(), held, free, fenced, len(waiting), paused))
+
+    def _force_parks(self, seqs: list[int]) -> None:
+        """Park each of the sequences whose newest token is one after which the settings ask for it, if it can be."""
         every = self.config.force_park_every
         if not every:
             return
-        for seq in step.seqs[step.readback == READ_ARGMAX].tolist():
+        for seq in seqs:
             if self._journal.by_seq(seq) is None or self._books.generated(seq) % every:
                 continue
             try:

@@ -105,6 +105,20 @@ class EngineClosed(ReprieveError, RuntimeError):
     """The engine was closed; it takes no more work."""
 
 
+class EngineForked(ReprieveError, RuntimeError):
+    """This process is a fork of the one in which the engine decodes. Make an engine here. Nothing has changed."""
+
+    def __str__(self) -> str:
+        return "the engine's thread is in the process that this one was forked from; make an engine in this one"
+
+
+class EngineFailed(ReprieveError, RuntimeError):
+    """The thread that decodes died of a bug, which is the cause. Every request has ended, new ones are refused."""
+
+    def __str__(self) -> str:
+        return f"the engine's thread died of {self.__cause__!r}; make a new engine"
+
+
 class KvExhausted(ReprieveError):
     """The decode rows of a step need `needed` more KV blocks and only `free` are free. Park someone and try again."""
 

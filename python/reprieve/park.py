@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from reprieve.errors import (
@@ -17,14 +18,31 @@ from reprieve.errors import (
 )
 from reprieve.image_store import HostStore, ImageHeader
 from reprieve.latch import classified
+from reprieve.step import NothingInFlight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reprieve.request import FinishReason, ParkBy, PauseReason
-    from reprieve.step import Books, Device
+    from reprieve.step import Books, Device, InFlight
 
 _LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """How and why a sequence gave way.
+
+    `positions` of committed KV were spilled, in `spilled_bytes`, or dropped and are to be replayed. `parked_by` is the
+    sequence that comes in or grows in its place, if there is one; `ahead` is how many wait before it.
+    """
+
+    by: ParkBy
+    reason: PauseReason
+    positions: int
+    spilled_bytes: int
+    ahead: int
+    parked_by: int | None = None
 
 
 class Listener(Protocol):
@@ -36,8 +54,8 @@ class Listener(Protocol):
     def started(self, seq: int) -> None:
         """Say that a queued sequence came in."""
 
-    def parked(self, seq: int, by: ParkBy, reason: PauseReason, positions: int, spilled_bytes: int) -> None:
-        """Say that a sequence gave way, with `positions` of committed KV: spilled, or dropped and to be replayed."""
+    def parked(self, seq: int, park: Park) -> None:
+        """Say that a sequence gave way."""
 
     def resumed(self, seq: int, by: Literal["restore", "replay"], restored_bytes: int) -> None:
         """Say that a parked sequence came back; "replay" also where its image could not be restored."""
@@ -52,7 +70,7 @@ class NullListener:
     def started(self, seq: int) -> None:
         """Do nothing."""
 
-    def parked(self, seq: int, by: ParkBy, reason: PauseReason, positions: int, spilled_bytes: int) -> None:
+    def parked(self, seq: int, park: Park) -> None:
         """Do nothing."""
 
     def resumed(self, seq: int, by: Literal["restore", "replay"], restored_bytes: int) -> None:
@@ -85,56 +103,70 @@ class Parker:
 
     # Giving way.
 
-    def park(self, seq: int, reason: PauseReason, by: ParkBy | None = None) -> ParkBy | None:
+    def is_resident(self, seq: int) -> bool:
+        """Return whether `seq` has slot and blocks."""
+        return self._books.state(seq) in {"prefilling", "decoding"}
+
+    def park(
+        self, seq: int, reason: PauseReason, by: ParkBy | None = None, parked_by: int | None = None
+    ) -> ParkBy | None:
         """Park a resident sequence; return how, or None (and no change) if it is queued or parked already.
 
         It is spilled if it has an image and the image fits the budget, else it is replayed. `by` asks for one of the
-        ways; the other is taken where that one is not open. The blocks are copied before they are given away.
-        Raises `CannotPark` if neither way is open, `RequestFinished`, what the books raise for an unknown sequence
-        or for one in a step that is not settled (`StepInFlight`), and `DeviceLost`; then nothing has changed.
+        ways; the other is taken where that one is not open. The blocks are copied before they are given away; what a
+        step in flight computes of it is discarded. `parked_by` is the sequence for which it gives way.
+        Raises `CannotPark` if neither way is open, `RequestFinished`, what the books raise for an unknown sequence, and
+        `DeviceLost`; then nothing has changed.
         """
-        state = self._books.state(seq)
-        if state == "finished":
-            raise RequestFinished(seq)
-        if state not in {"prefilling", "decoding"}:
+        if not self.is_resident(seq):
+            if self._books.state(seq) == "finished":
+                raise RequestFinished(seq)
             return None
         replayable = self._books.can_replay(seq)
         # With nothing committed there is no image.
         if self._books.committed(seq) > 0 and (by != "replay" or not replayable):
             refusal = self._copy(seq)
             if refusal is None:
-                self._give_away(seq, "spill", reason)
+                self._give_away(seq, "spill", reason, parked_by)
                 return "spill"
             if not replayable:
                 raise CannotPark(seq, f"it is not replayable, and cannot be spilled: {refusal!r}") from refusal
             # A full store is the plan; a copy that fails is not.
             level = logging.DEBUG if isinstance(refusal, HostStoreFull) else logging.WARNING
             _LOG.log(level, "sequence %d cannot be spilled, it will be replayed: %s", seq, refusal)
-        self._give_away(seq, "replay", reason)
+        self._give_away(seq, "replay", reason, parked_by)
         return "replay"
 
-    def make_room(self, shortage: KvExhausted) -> None:
+    def make_room(self, shortage: KvExhausted) -> bool:
         """Make one resident sequence leave, so that the step that met `shortage` can be tried again.
+
+        False, and nothing has changed, if a step in flight must be settled before it.
 
         The victim is parked. If nobody can give way, the first row that cannot grow ends with `capacity`. If the
         victim can be parked in neither way after all (its copy failed), one that needs no copy gives way in its
         place, and without one the victim ends with `step_failed`: whatever happens, somebody leaves.
         """
         victim = self._books.victim(self.spill_blocks)
+        if victim == "settle":
+            return False
         if victim is None:
             # Its tokens are right, so its blocks may be reused.
             self._leave(self._books.capacity_row(), "capacity", shortage)
-            return
+            return True
+        growing = self._books.growing()
         try:
-            parked = self.park(victim, "exhausted")
+            parked = self.park(victim, "exhausted", parked_by=_another(victim, growing))
         except CannotPark as refusal:
             other = self._books.victim(0)
+            if other == "settle":
+                return False
             if other is None or other == victim:
                 self._leave(victim, "step_failed", refusal)
-                return
-            parked = self.park(other, "exhausted", by="replay")
+                return True
+            parked = self.park(other, "exhausted", "replay", _another(other, growing))
         if parked is None:
             raise BooksMisused(f"the books chose sequence {victim} as a victim, which is not resident") from shortage
+        return True
 
     def end(self, seq: int, code: FinishReason, cause: BaseException | None = None, *, reuse: bool = False) -> bool:
         """Release a sequence in any state, image included, and say so; False if it had ended before."""
@@ -148,21 +180,27 @@ class Parker:
 
     # Coming back.
 
-    def bring_in(self) -> int:
+    def bring_in(self, in_flight: InFlight | None = None) -> int:
         """Admit whoever fits; return how many. Called once per engine step, before its first `reserve`.
 
-        For a head of strictly higher priority others are parked first. One parked in here is not admitted in here,
-        so each round admits one of those that were waiting before, and the loop ends. It also ends where a planned
-        victim cannot be parked after all: the head then waits for the next step.
+        For a head of strictly higher priority others are parked first, and a step in flight that needs them is settled
+        before that. One parked in here is not admitted in here, so each round settles one of the steps in flight or
+        admits one of those that were waiting before, and the loop ends. It also ends where a planned victim cannot be
+        parked after all: the head then waits for the next step.
         """
         admitted = 0
         gave_way: set[int] = set()
+        in_flight = NothingInFlight() if in_flight is None else in_flight
         while (plan := self._books.next_arrival(self.spill_blocks)) is not None:
             if plan.seq in gave_way:
                 break
+            if plan.settle_first:
+                if not in_flight.settle_oldest():
+                    raise BooksMisused("the books wait for a step in flight, and there is none")
+                continue
             try:
                 for victim, by in plan.victims:
-                    self.park(victim, "priority", by)
+                    self.park(victim, "priority", by, plan.seq)
                     gave_way.add(victim)
             except CannotPark as refusal:
                 _LOG.warning("sequence %d waits: %s", plan.seq, refusal)
@@ -250,7 +288,7 @@ class Parker:
             raise
         return None
 
-    def _give_away(self, seq: int, by: ParkBy, reason: PauseReason) -> None:
+    def _give_away(self, seq: int, by: ParkBy, reason: PauseReason, parked_by: int | None) -> None:
         """Take slot and blocks of `seq`, whose image is in the store if `by` is "spill"."""
         slot, free, positions = self._books.slot(seq), self._books.free_blocks, self._books.committed(seq)
         num_bytes = len(self._books.image_blocks(seq)) * self._device.block_bytes if by == "spill" else 0
@@ -263,7 +301,8 @@ class Parker:
             freed, generated, stay = self._books.free_blocks - free, self._books.generated(seq), self._books.residents()
             text = "parked sequence %d by %s (%s): slot %s, %d blocks, %d tokens generated; sequences %s stay"
             _LOG.info(text, seq, by, reason, slot, freed, generated, stay)
-        self._listener.parked(seq, by, reason, positions, num_bytes)
+        ahead = self._books.waiting().index(seq)
+        self._listener.parked(seq, Park(by, reason, positions, num_bytes, ahead, parked_by))
 
     def _back(self, seq: int, by: Literal["restore", "replay"], restored_bytes: int) -> None:
         """Say that `seq` is resident again."""
@@ -277,3 +316,8 @@ class Parker:
         """End the resident sequence that the books named; its blocks may be reused where nothing failed."""
         if not self.end(seq, code, cause, reuse=code == "capacity"):
             raise BooksMisused(f"the books named sequence {seq} to end, which had ended before") from cause
+
+
+def _another(victim: int, seqs: Sequence[int]) -> int | None:
+    """Return the first of `seqs` that is not the victim, or None."""
+    return next((seq for seq in seqs if seq != victim), None)

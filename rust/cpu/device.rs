@@ -1,18 +1,24 @@
-//! The CPU device: a program, a KV pool, block tables, and the threads that run steps.
+//! The CPU device: a program, a KV pool, block tables, and the threads that compute the steps that were launched.
 
+#[cfg(test)]
+mod tests;
+
+use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::Arc;
 
-use super::argmax::TOKEN_NOT_READ;
-use super::execute::{Context, OP_KINDS, Run, Workspace, buffer_len, logits_range};
+use super::barrier::lock;
+use super::common::{Common, logits_range};
+use super::execute::{OP_KINDS, StepRun};
 use super::kv::{KvKind, KvPool, KvShape};
 use super::lanes::InstructionSet;
-use super::memory::{OutOfMemory, Shared};
+use super::memory::OutOfMemory;
 use super::program::Program;
+use super::queue::{Failure, Outcome};
 use super::rope::RopeTable;
-use super::step::{BlockTables, Refusal, StepArrays, StepLimits};
-use super::threads::{Threads, lock};
+use super::step::{Refusal, StepArrays, StepLimits};
+use super::tables::BlockTables;
+use super::threads::Threads;
 
 /// What a device is made with.
 #[derive(Clone, Copy, Debug)]
@@ -33,10 +39,10 @@ pub struct DeviceSettings {
     pub set: InstructionSet,
 }
 
-/// A step was not computed.
+/// A step was not launched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LaunchError {
-    /// It cannot be.
+    /// It cannot be computed.
     Refused(Refusal),
     /// There is no memory for what it computes.
     OutOfMemory(OutOfMemory),
@@ -56,22 +62,59 @@ impl fmt::Display for LaunchError {
 
 impl std::error::Error for LaunchError {}
 
+/// A step that was launched, and what it comes to.
+#[derive(Clone)]
+pub struct LaunchedStep {
+    run: Arc<StepRun>,
+    outcome: Arc<Outcome>,
+}
+
+impl fmt::Debug for LaunchedStep {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(formatter, "a step of {} rows, over: {}", self.num_rows(), self.is_over())
+    }
+}
+
+impl LaunchedStep {
+    /// Its rows.
+    #[must_use]
+    pub fn num_rows(&self) -> usize {
+        self.run.num_rows()
+    }
+
+    /// Whether it was computed, or has failed: `wait` would not wait. Takes no lock.
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.outcome.is_over()
+    }
+
+    /// Waits for the token of each row, or a negative number: see `reprieve.step`.
+    ///
+    /// # Errors
+    /// If a thread panicked in it or in a step that it came behind, or the device was stopped.
+    pub fn wait(&self) -> Result<Vec<i32>, Failure> {
+        self.outcome.wait()?;
+        Ok(self.run.tokens())
+    }
+}
+
 /// Computes steps. Each token's logits depend on its own sequence alone, bit for bit: not on the other rows, the number
 /// of threads or the instruction set.
+///
+/// Steps are computed in the order in which they are launched, by threads of the device, one right after another. The
+/// caller's side is the tables and the checks; what the threads need of a step goes with it.
 #[derive(Debug)]
 pub struct CpuDevice {
-    program: Program,
-    pool: KvPool,
-    tables: BlockTables,
-    rope: RopeTable,
-    limits: StepLimits,
     threads: Threads,
-    set: InstructionSet,
-    buffers: Vec<Shared<f32>>,
-    workspaces: Vec<Mutex<Workspace>>,
-    seconds: Mutex<[f64; OP_KINDS.len()]>,
-    /// Rows whose logits lie in the buffer of the logits.
-    num_read: usize,
+    common: Arc<Common>,
+    tables: BlockTables,
+    /// For each slot the newest step that writes its feed cell.
+    fed_by: Vec<Option<Arc<Outcome>>>,
+    limits: StepLimits,
+    num_launched: u64,
+    /// Steps that are not forgotten, by number.
+    steps: BTreeMap<u64, LaunchedStep>,
+    newest: Option<LaunchedStep>,
 }
 
 impl CpuDevice {
@@ -96,85 +139,164 @@ impl CpuDevice {
             head_size: shape.head_size,
             block_size,
         };
-        let buffers = (0..program.num_buffers).map(|_| Shared::zeroed(0)).collect::<Result<_, _>>()?;
+        let tables = BlockTables::new(num_slots)?;
+        let pool = KvPool::new(kv_shape, kv)?;
+        let common = Common::new(program, rope, set, pool, [threads, num_slots])?;
+        let mut fed_by = Vec::new();
+        let bytes = num_slots as u128 * size_of::<Option<Arc<Outcome>>>() as u128;
+        fed_by.try_reserve_exact(num_slots).map_err(|_| OutOfMemory { bytes })?;
+        fed_by.resize(num_slots, None);
         Ok(Self {
-            pool: KvPool::new(kv_shape, kv)?,
-            tables: BlockTables::new(num_slots)?,
-            rope,
-            limits: StepLimits { num_slots, num_blocks, block_size, context_length, vocab_size: shape.vocab_size },
             threads: Threads::new(threads),
-            set,
-            buffers,
-            workspaces: (0..threads).map(|_| Mutex::new(Workspace::new(shape))).collect(),
-            seconds: Mutex::default(),
-            num_read: 0,
-            program,
+            common: Arc::new(common),
+            tables,
+            fed_by,
+            limits: StepLimits { num_slots, num_blocks, block_size, context_length, vocab_size: shape.vocab_size },
+            num_launched: 0,
+            steps: BTreeMap::new(),
+            newest: None,
         })
     }
 
-    /// Computes `step` and returns the token of each row, while the caller sleeps.
+    /// Checks `step`, lets it be computed after those that were launched before, and returns its number: the first is 1.
+    ///
+    /// It does not wait, but where memory must be made for it: see `has_room`.
     ///
     /// # Errors
     /// With nothing changed.
-    pub fn launch(&mut self, step: &StepArrays) -> Result<Vec<i32>, LaunchError> {
+    pub fn launch(&mut self, step: StepArrays) -> Result<u64, LaunchError> {
         self.threads.start().map_err(|error| LaunchError::NoThreads(error.to_string()))?;
         let (checked, saved) = self.tables.admit(step, self.limits).map_err(LaunchError::Refused)?;
-        let num_read = checked.read_rows.len();
-        if let Err(error) = self.grow_buffers(checked.token_ids.len(), num_read) {
-            self.tables.restore(saved);
-            return Err(LaunchError::OutOfMemory(error));
+        let (num_tokens, num_read) = (checked.inputs.len(), checked.read_rows.len());
+        if !self.has_room(num_tokens, num_read) {
+            self.wait_until_idle();
+            let grown = self.common.own_memory().grow(&self.common.program, num_tokens, num_read);
+            if let Err(error) = grown {
+                self.tables.restore(saved);
+                return Err(LaunchError::OutOfMemory(error));
+            }
         }
         // Everything that can fail is above this line.
-        self.num_read = num_read;
-        let tokens: Vec<AtomicI32> = checked.rows.iter().map(|_| AtomicI32::new(TOKEN_NOT_READ)).collect();
-        let run = Run::new(Context {
-            program: &self.program,
-            step: &checked,
-            tables: &self.tables,
-            pool: &mut self.pool,
-            rope: &self.rope,
-            set: self.set,
-            buffers: &mut self.buffers,
-            workspaces: &self.workspaces,
-            tokens: &tokens,
-            seconds: &self.seconds,
-        });
-        // SAFETY: `Threads::run` calls it once on each thread of its crew.
-        self.threads.run(&|worker| unsafe { run.work(worker) });
-        Ok(tokens.iter().map(|token| token.load(Ordering::Relaxed)).collect())
+        let needed: Vec<_> = checked.fed_rows().filter_map(|row| self.fed_by[row.slot].clone()).collect();
+        let read_slots: Vec<usize> = checked.read_rows.iter().map(|&row| checked.rows[row].slot).collect();
+        let run = Arc::new(StepRun::new(Arc::clone(&self.common), checked));
+        let work = Arc::clone(&run);
+        // SAFETY: a crew's threads each do their part of work once, in the order in which it was posted, and begin none
+        // before all have left what was posted before, or its last meeting.
+        let outcome = self.threads.post(Arc::new(move |worker| unsafe { work.work(worker) }), &needed);
+        for slot in read_slots {
+            self.fed_by[slot] = Some(Arc::clone(&outcome));
+        }
+        self.num_launched += 1;
+        let step = LaunchedStep { run, outcome };
+        self.newest = Some(step.clone());
+        self.steps.insert(self.num_launched, step);
+        Ok(self.num_launched)
     }
 
-    /// Logits of the last step: rows that were read back, and how many each has.
+    /// Whether there is memory for the values of a step; if not, `launch` waits for the steps before.
+    #[must_use]
+    pub fn has_room(&self, num_tokens: usize, num_read: usize) -> bool {
+        self.common.share_memory().has_room(num_tokens, num_read)
+    }
+
+    /// Step `number`, until it is forgotten.
+    #[must_use]
+    pub fn step(&self, number: u64) -> Option<LaunchedStep> {
+        self.steps.get(&number).cloned()
+    }
+
+    /// Lets go of what step `number` came to. If it is still to be computed, it will be.
+    pub fn forget(&mut self, number: u64) {
+        self.steps.remove(&number);
+    }
+
+    /// Waits until every launched step is computed, or has failed.
+    pub fn wait_until_idle(&self) {
+        if let Some(newest) = &self.newest {
+            // Steps are over in their order; who asks for it learns what became of it.
+            let _ = newest.outcome.wait();
+        }
+    }
+
+    /// Ends the threads. The step that they are in is computed before; those behind it fail.
+    pub fn stop(&mut self) {
+        self.threads.stop();
+    }
+
+    /// In a forked child: goes on without the parent's threads. False if they were computing at the fork: the device
+    /// is of no use then.
+    #[must_use]
+    pub fn survive_fork(&self) -> bool {
+        self.threads.survive_fork()
+    }
+
+    /// Number of the newest step; 0 if there is none.
+    #[must_use]
+    pub fn newest(&self) -> u64 {
+        self.num_launched
+    }
+
+    /// Logits of the newest step: rows that are read back, and how many each has.
     #[must_use]
     pub fn logits_shape(&self) -> (usize, usize) {
-        (self.num_read, self.program.logits().width)
+        (self.newest.as_ref().map_or(0, |step| step.run.num_read()), self.common.program.logits().width)
     }
 
-    /// The logits of row `index` of those that the last step read back.
+    /// Waits for the newest step and copies its logits, one row after another, to `out`.
+    ///
+    /// # Errors
+    /// If it has failed.
     ///
     /// # Panics
-    /// If there are fewer.
-    pub fn logits(&mut self, index: usize) -> &[f32] {
-        assert!(index < self.num_read, "row {index} of {}", self.num_read);
-        let value = self.program.logits();
-        &self.buffers[value.buffer.0].as_slice()[logits_range(value, index)]
+    /// If `out` has another length, or there is no step.
+    pub fn logits(&self, out: &mut [f32]) -> Result<(), Failure> {
+        let (rows, width) = self.logits_shape();
+        assert_eq!(out.len(), rows * width, "{rows} rows of {width} logits");
+        self.newest.as_ref().expect("there is a step").outcome.wait()?;
+        let value = self.common.program.logits();
+        let mut memory = self.common.own_memory();
+        let buffer = memory.buffers[value.buffer.0].as_slice();
+        for (row, out) in out.chunks_exact_mut(width).enumerate() {
+            out.copy_from_slice(&buffer[logits_range(value, row)]);
+        }
+        Ok(())
     }
 
-    /// The KV pool.
+    /// Waits for the launched steps and copies the bytes of `blocks`: see [`KvPool::gather`].
+    ///
+    /// # Panics
+    /// If a block is not there or `out` has another length.
+    pub fn gather(&self, blocks: &[u32], out: &mut [u8]) {
+        self.wait_until_idle();
+        self.common.own_memory().pool.gather(blocks, out);
+    }
+
+    /// Waits for the launched steps and writes `image` to `blocks`: see [`KvPool::scatter`].
+    ///
+    /// # Panics
+    /// If a block is not there or `image` has another length.
+    pub fn scatter(&mut self, blocks: &[u32], image: &[u8]) {
+        self.wait_until_idle();
+        self.common.own_memory().pool.scatter(blocks, image);
+    }
+
+    /// How large the KV pool is.
     #[must_use]
-    pub fn pool(&self) -> &KvPool {
-        &self.pool
+    pub fn kv_shape(&self) -> KvShape {
+        self.common.share_memory().pool.shape()
     }
 
-    /// The KV pool, to be written.
-    pub fn pool_mut(&mut self) -> &mut KvPool {
-        &mut self.pool
+    /// Bytes of a block in all layers.
+    #[must_use]
+    pub fn block_bytes(&self) -> usize {
+        self.common.share_memory().pool.block_bytes()
     }
 
     /// The instructions in use.
     #[must_use]
     pub fn set(&self) -> InstructionSet {
-        self.set
+        self.common.set
     }
 
     /// Number of threads.
@@ -186,25 +308,6 @@ impl CpuDevice {
     /// Seconds that steps have taken, by kind of operation: see [`OP_KINDS`].
     #[must_use]
     pub fn op_seconds(&self) -> [f64; OP_KINDS.len()] {
-        *lock(&self.seconds)
-    }
-
-    /// Makes every buffer large enough for a step, or none; none shrinks. What was in those that grow is lost.
-    fn grow_buffers(&mut self, num_tokens: usize, num_read: usize) -> Result<(), OutOfMemory> {
-        let mut lens = vec![0; self.buffers.len()];
-        for value in &self.program.values {
-            let len = &mut lens[value.buffer.0];
-            *len = buffer_len(*value, num_tokens, num_read).max(*len);
-        }
-        let mut larger = Vec::new();
-        for (index, (buffer, len)) in self.buffers.iter().zip(lens).enumerate() {
-            if buffer.len() < len {
-                larger.push((index, Shared::zeroed(len)?));
-            }
-        }
-        for (index, buffer) in larger {
-            self.buffers[index] = buffer;
-        }
-        Ok(())
+        *lock(&self.common.seconds)
     }
 }

@@ -1,24 +1,23 @@
 //! One step of a program: each thread takes units of each operation, and all meet before the next one.
 
-use std::ops::Range;
-use std::sync::Mutex;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use super::argmax::{MaskedArgmax, TOKEN_NOT_READ};
+use super::argmax::{Argmax, MaskedArgmax, TOKEN_NOT_READ};
 use super::attention::{self, Place, Queries};
+use super::barrier::{Worker, lock};
 use super::cells::PANEL;
+use super::common::{Common, Memory, Workspace};
 use super::groups::Groups;
-use super::kv::KvPool;
-use super::lanes::InstructionSet;
 use super::linear::{PanelOutputs, Product};
 use super::memory::Shared;
 use super::norm::{HeadNorm, RmsNorm};
-use super::program::{LinearPart, ModelShape, Op, Order, Program, Rows, Value};
-use super::rope::{RopeTable, Rotate};
-use super::step::{BlockTables, CheckedStep};
+use super::program::{LinearPart, Op, Order, Rows, Value};
+use super::rope::Rotate;
+use super::step::{CheckedStep, Input};
 use super::swiglu::Swiglu;
-use super::threads::{Worker, lock};
+use super::units::{AttentionUnit, attention_units};
 
 /// Kinds of operations whose time is told apart.
 pub const OP_KINDS: [&str; 7] = ["linear", "attention", "norm", "rope", "swiglu", "embed", "argmax"];
@@ -37,109 +36,72 @@ fn kind_of<V>(op: &Op<V>) -> usize {
 
 /// Units that a thread takes at once are so many that each thread comes this often: few enough to read memory in long
 /// runs, many enough that nobody waits long for a thread that was held up.
-const TURNS: usize = 8;
+pub(super) const TURNS: usize = 8;
 
-/// Consecutive queries of one row, with heads of one KV head.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct AttentionUnit {
-    row: usize,
-    /// Number of the first query among the row's tokens.
-    first: usize,
-    count: usize,
-    kv_head: usize,
-    /// The first query head.
-    head: usize,
-    heads: usize,
-}
-
-/// What a thread keeps for itself.
-#[derive(Debug)]
-pub(crate) struct Workspace {
-    /// One row of whatever is the widest.
-    row: Vec<f32>,
-    second: Vec<f32>,
-    queries: Vec<f32>,
-    attended: Vec<f32>,
-    attention: attention::Scratch,
-}
-
-impl Workspace {
-    pub(crate) fn new(shape: ModelShape) -> Self {
-        let group = shape.num_heads / shape.num_kv_heads;
-        Self {
-            row: Vec::new(),
-            second: Vec::new(),
-            queries: Vec::new(),
-            attended: Vec::new(),
-            attention: attention::Scratch::new(group, shape.head_size),
-        }
-    }
-}
-
-/// Everything that a step reads and writes. What its threads write is borrowed for it alone.
-pub(crate) struct Context<'a> {
-    pub program: &'a Program,
-    pub step: &'a CheckedStep,
-    pub tables: &'a BlockTables,
-    pub pool: &'a mut KvPool,
-    pub rope: &'a RopeTable,
-    pub set: InstructionSet,
-    /// Large enough for the values of this step.
-    pub buffers: &'a mut [Shared<f32>],
-    /// One for each thread.
-    pub workspaces: &'a [Mutex<Workspace>],
-    /// Tokens of the step's rows.
-    pub tokens: &'a [AtomicI32],
-    /// Seconds per kind of operation.
-    pub seconds: &'a Mutex<[f64; OP_KINDS.len()]>,
-}
-
-/// A step under way.
-pub(crate) struct Run<'a> {
-    context: Context<'a>,
+/// A step that the threads of a device compute together.
+pub(crate) struct StepRun {
+    common: Arc<Common>,
+    step: CheckedStep,
     units: Vec<AttentionUnit>,
     /// One for each operation: how many units are taken.
     taken: Vec<AtomicUsize>,
     /// How all tokens, and the rows that are read back, are grouped.
     groups: [Groups; 2],
+    /// Tokens of the step's rows.
+    tokens: Vec<AtomicI32>,
 }
 
-// Why the reads and writes of buffers below are sound (their SAFETY comments name these rules):
-//
-//   alone      nobody outside the run has the buffers or the pool: `Context` borrows them mutably
-//   earlier    an operation reads values that earlier ones made, and threads meet between operations
-//   elsewhere  what it makes lies in buffers that it does not read: see `program::plan::assign_buffers`
-//   apart      its units, each taken by one thread, make different rows or different columns
-impl<'a> Run<'a> {
-    pub(crate) fn new(context: Context<'a>) -> Self {
-        let step = context.step;
-        let max_rows = context.set.max_rows();
+impl StepRun {
+    /// Prepares `step`, for whose values there is memory.
+    pub(crate) fn new(common: Arc<Common>, step: CheckedStep) -> Self {
+        let max_rows = common.set.max_rows();
         Self {
-            units: attention_units(context.program.shape, step, context.workspaces.len()),
-            taken: context.program.ops.iter().map(|_| AtomicUsize::new(0)).collect(),
-            groups: [step.token_ids.len(), step.read_rows.len()].map(|rows| Groups::new(rows, max_rows)),
-            context,
+            units: attention_units(common.program.shape, &step, common.workspaces.len()),
+            taken: common.program.ops.iter().map(|_| AtomicUsize::new(0)).collect(),
+            groups: [step.inputs.len(), step.read_rows.len()].map(|rows| Groups::new(rows, max_rows)),
+            tokens: step.rows.iter().map(|_| AtomicI32::new(TOKEN_NOT_READ)).collect(),
+            common,
+            step,
         }
+    }
+
+    /// The step's rows.
+    pub(crate) fn num_rows(&self) -> usize {
+        self.step.rows.len()
+    }
+
+    /// The rows that are read back.
+    pub(crate) fn num_read(&self) -> usize {
+        self.step.read_rows.len()
+    }
+
+    /// The token of each row, once the step is done.
+    pub(crate) fn tokens(&self) -> Vec<i32> {
+        self.tokens.iter().map(|token| token.load(Ordering::Relaxed)).collect()
     }
 
     /// One thread's part of the step.
     ///
     /// # Safety
-    /// The threads of one crew call this, each once: those that share a unit's results meet at one barrier.
+    /// The threads of one crew call this, each once: those that share a unit's results meet at one barrier. They do so
+    /// for one step after another, and for none before all have left the last meeting of the one before, or where that
+    /// failed, all of it.
     pub(crate) unsafe fn work(&self, worker: Worker<'_>) {
-        let mut workspace = lock(&self.context.workspaces[worker.index]);
+        let memory = self.common.share_memory();
+        let part = Part { common: &self.common, memory: &memory, run: self };
+        let mut workspace = lock(&self.common.workspaces[worker.index]);
         let mut seconds = [0.0; OP_KINDS.len()];
         let mut begin = Instant::now();
-        for (op, taken) in self.context.program.ops.iter().zip(&self.taken) {
-            let units = self.num_units(op);
-            let at_once = (units / (self.context.workspaces.len() * TURNS)).max(1);
+        for (op, taken) in self.common.program.ops.iter().zip(&self.taken) {
+            let units = part.num_units(op);
+            let at_once = (units / (self.common.workspaces.len() * TURNS)).max(1);
             loop {
                 let first = taken.fetch_add(at_once, Ordering::Relaxed);
                 if first >= units {
                     break;
                 }
                 for unit in first..units.min(first + at_once) {
-                    self.unit(op, unit, &mut workspace);
+                    part.unit(op, unit, &mut workspace);
                 }
             }
             worker.meet();
@@ -148,19 +110,34 @@ impl<'a> Run<'a> {
             begin = end;
         }
         if worker.index == 0 {
-            let mut totals = lock(self.context.seconds);
+            let mut totals = lock(&self.common.seconds);
             totals.iter_mut().zip(seconds).for_each(|(total, seconds)| *total += seconds);
         }
     }
+}
 
+/// A step as one of its threads sees it.
+#[derive(Clone, Copy)]
+struct Part<'a> {
+    common: &'a Common,
+    memory: &'a Memory,
+    run: &'a StepRun,
+}
+
+// Why the reads and writes of buffers below are sound (their SAFETY comments name these rules):
+//
+//   alone      nobody outside the step has the buffers or the pool: its threads share `Memory`, and who wants it alone
+//              does not get it meanwhile; of the step before, no thread is in the middle any more (see `StepRun::work`)
+//   earlier    an operation reads values that earlier ones made, and threads meet between operations
+//   elsewhere  what it makes lies in buffers that it does not read: see `program::plan::assign_buffers`
+//   apart      its units, each taken by one thread, make different rows or different columns
+impl Part<'_> {
     /// How many units an operation has: rows, panels, or whatever is computed by one thread alone.
     fn num_units(&self, op: &Op<Value>) -> usize {
         match op {
             Op::Linear { x, .. } if self.num_rows(x.rows) == 0 => 0,
-            Op::Linear { parts, .. } => {
-                parts.iter().map(|part| self.context.program.matrix(part.weight).panels()).sum()
-            }
-            Op::Attention { .. } => self.units.len(),
+            Op::Linear { parts, .. } => parts.iter().map(|part| self.common.program.matrix(part.weight).panels()).sum(),
+            Op::Attention { .. } => self.run.units.len(),
             Op::Embed { out, .. }
             | Op::RmsNorm { out, .. }
             | Op::AddRmsNorm { out, .. }
@@ -169,14 +146,14 @@ impl<'a> Run<'a> {
             | Op::Swiglu { out, .. }
             | Op::SelectReadback { out, .. }
             | Op::Regroup { out, .. } => self.num_rows(out.rows),
-            Op::Argmax { .. } => self.context.step.rows.len(),
+            Op::Argmax { .. } => self.run.step.rows.len(),
         }
     }
 
     fn num_rows(&self, rows: Rows) -> usize {
         match rows {
-            Rows::Tokens => self.context.step.token_ids.len(),
-            Rows::ReadBack => self.context.step.read_rows.len(),
+            Rows::Tokens => self.run.step.inputs.len(),
+            Rows::ReadBack => self.run.step.read_rows.len(),
         }
     }
 
@@ -184,12 +161,13 @@ impl<'a> Run<'a> {
         match *op {
             Op::Embed { table, out } => {
                 self.make_row(out, unit, &mut workspace.row, |row| {
-                    self.context.program.matrix(table).row(self.context.step.token_ids[unit], row);
+                    let slot = self.run.step.rows[self.run.step.row_of_token[unit]].slot;
+                    self.common.program.matrix(table).row(self.token(self.run.step.inputs[unit], slot), row);
                 });
             }
             Op::RmsNorm { x, weight, eps, out } => self.make_row(out, unit, &mut workspace.row, |row| {
-                let weight = self.context.program.vector(weight);
-                self.context.set.run(RmsNorm { x: self.row(x, unit), weight, eps, out: row });
+                let weight = self.common.program.vector(weight);
+                self.common.set.run(RmsNorm { x: self.row(x, unit), weight, eps, out: row });
             }),
             Op::AddRmsNorm { x, residual, weight, eps, out, total } => {
                 self.make_row(total, unit, &mut workspace.second, |row| {
@@ -198,9 +176,9 @@ impl<'a> Run<'a> {
                     }
                 });
                 self.make_row(out, unit, &mut workspace.row, |row| {
-                    self.context.set.run(RmsNorm {
+                    self.common.set.run(RmsNorm {
                         x: &workspace.second,
-                        weight: self.context.program.vector(weight),
+                        weight: self.common.program.vector(weight),
                         eps,
                         out: row,
                     });
@@ -208,36 +186,36 @@ impl<'a> Run<'a> {
             }
             Op::Linear { x, ref parts } => self.panel(x, parts, unit),
             Op::HeadNorm { x, weight, eps, out } => self.make_row(out, unit, &mut workspace.row, |row| {
-                let weight = self.context.program.vector(weight);
-                self.context.set.run(HeadNorm { x: self.row(x, unit), weight, eps, out: row });
+                let weight = self.common.program.vector(weight);
+                self.common.set.run(HeadNorm { x: self.row(x, unit), weight, eps, out: row });
             }),
             Op::RopeAppend { layer, q, k, v, out } => self.rope_append(layer, [q, k, v], out, unit, workspace),
-            Op::Attention { layer, q, out } => self.attend(layer, q, out, self.units[unit], workspace),
+            Op::Attention { layer, q, out } => self.attend(layer, q, out, self.run.units[unit], workspace),
             Op::Swiglu { gate, up, out } => self.make_row(out, unit, &mut workspace.row, |row| {
-                self.context.set.run(Swiglu { gate: self.row(gate, unit), up: self.row(up, unit), out: row });
+                self.common.set.run(Swiglu { gate: self.row(gate, unit), up: self.row(up, unit), out: row });
             }),
             Op::SelectReadback { x, out } => self.make_row(out, unit, &mut workspace.row, |row| {
-                let from = self.context.step.rows[self.context.step.read_rows[unit]];
+                let from = self.run.step.rows[self.run.step.read_rows[unit]];
                 row.copy_from_slice(self.row(x, from.first_token + from.num_new - 1));
             }),
             Op::Regroup { x, out } => {
                 self.make_row(out, unit, &mut workspace.row, |row| row.copy_from_slice(self.row(x, unit)));
             }
-            Op::Argmax { logits } => self.choose(logits, unit),
+            Op::Argmax { logits } => self.choose(logits, unit, workspace),
         }
     }
 
     /// One panel of one of the products.
     fn panel(&self, x: Value, parts: &[LinearPart<Value>], mut unit: usize) {
         for part in parts {
-            let matrix = self.context.program.matrix(part.weight);
+            let matrix = self.common.program.matrix(part.weight);
             if unit < matrix.panels() {
                 let groups = self.groups_of(x.rows);
                 // SAFETY: alone, earlier, elsewhere.
                 let rows = unsafe { self.buffer(x).read(0..self.num_rows(x.rows) * x.width) };
-                self.context.set.run(Product {
+                self.common.set.run(Product {
                     matrix,
-                    bias: part.bias.map(|bias| self.context.program.vector(bias)),
+                    bias: part.bias.map(|bias| self.common.program.vector(bias)),
                     groups,
                     rows,
                     // SAFETY: alone, elsewhere, apart.
@@ -252,26 +230,27 @@ impl<'a> Run<'a> {
 
     /// Rotates one token's q and k, and writes k and v to the pool.
     fn rope_append(&self, layer: usize, [q, k, v]: [Value; 3], out: Value, token: usize, workspace: &mut Workspace) {
-        let row = self.context.step.rows[self.context.step.row_of_token[token]];
+        let row_number = self.run.step.row_of_token[token];
+        let row = self.run.step.rows[row_number];
         let position = row.start + token - row.first_token;
-        let (cos, sin) = self.context.rope.at(position);
+        let (cos, sin) = self.common.rope.at(position);
         self.make_row(out, token, &mut workspace.row, |row| {
             row.copy_from_slice(self.row(q, token));
-            self.context.set.run(Rotate { x: row, cos, sin });
+            self.common.set.run(Rotate { x: row, cos, sin });
         });
         workspace.second.clear();
         workspace.second.extend_from_slice(self.row(k, token));
-        self.context.set.run(Rotate { x: &mut workspace.second, cos, sin });
-        let block_size = self.context.pool.shape().block_size;
-        let block = self.context.tables.get(row.slot)[position / block_size];
-        // SAFETY: each token has a place of its own (`BlockTables::check_places`), this operation reads none of them,
+        self.common.set.run(Rotate { x: &mut workspace.second, cos, sin });
+        let block_size = self.memory.pool.shape().block_size;
+        let block = self.run.step.table(row_number)[position / block_size];
+        // SAFETY: each token has a place of its own (`BlockTables::admit`), this operation reads none of them,
         // and threads meet before the attention does.
-        unsafe { self.context.pool.append(layer, block, position % block_size, &workspace.second, self.row(v, token)) };
+        unsafe { self.memory.pool.append(layer, block, position % block_size, &workspace.second, self.row(v, token)) };
     }
 
     fn attend(&self, layer: usize, q: Value, out: Value, unit: AttentionUnit, workspace: &mut Workspace) {
-        let row = self.context.step.rows[unit.row];
-        let head_size = self.context.program.shape.head_size;
+        let row = self.run.step.rows[unit.row];
+        let head_size = self.common.program.shape.head_size;
         let columns = unit.head * head_size..(unit.head + unit.heads) * head_size;
         let tokens = row.first_token + unit.first..row.first_token + unit.first + unit.count;
         workspace.queries.clear();
@@ -279,34 +258,64 @@ impl<'a> Run<'a> {
             workspace.queries.extend_from_slice(&self.row(q, token)[columns.clone()]);
         }
         workspace.attended.resize(workspace.queries.len(), 0.0);
-        let place = Place { layer, kv_head: unit.kv_head, table: self.context.tables.get(row.slot) };
+        let place = Place { layer, kv_head: unit.kv_head, table: self.run.step.table(unit.row) };
         let first_position = row.start + unit.first;
         let queries = Queries { values: &workspace.queries, heads: unit.heads, first_position };
         let (out_of_unit, scratch) = (&mut workspace.attended, &mut workspace.attention);
         // SAFETY: the pool is written by `rope_append` alone, and threads meet between the two.
-        unsafe { attention::attend(self.context.set, self.context.pool, place, queries, out_of_unit, scratch) };
+        unsafe { attention::attend(self.common.set, &self.memory.pool, place, queries, out_of_unit, scratch) };
         for (token, values) in tokens.zip(workspace.attended.chunks_exact(columns.len())) {
             self.put(out, token, columns.start, values);
         }
     }
 
-    fn choose(&self, logits: Value, row: usize) {
-        let token = match self.context.step.read_rows.binary_search(&row) {
-            Ok(index) => {
-                let logits = &self.row(logits, index)[..self.context.program.shape.vocab_size];
-                self.context.set.run(MaskedArgmax { logits, mask: None })
+    /// Chooses the token of a row, and keeps it in the slot's feed cell.
+    fn choose(&self, logits: Value, row: usize, workspace: &mut Workspace) {
+        let step = &self.run.step;
+        let Ok(index) = step.read_rows.binary_search(&row) else { return };
+        let logits = &self.row(logits, index)[..self.common.program.shape.vocab_size];
+        let slot = step.rows[row].slot;
+        let Workspace { banned, mask: scratch, .. } = workspace;
+        banned.clear();
+        let bans = step.bans_of(row);
+        if !bans.is_empty() {
+            let input = self.token(step.last_input(row), slot);
+            banned.extend(bans.iter().filter(|ban| ban.after.is_none_or(|id| id == input)).map(|ban| ban.token));
+        }
+        let mask = match step.mask_of(row) {
+            Some(mask) if !banned.is_empty() => {
+                scratch.clear();
+                scratch.extend_from_slice(mask);
+                for &token in banned.iter() {
+                    scratch[token / 32] &= !(1 << (token % 32));
+                }
+                Some(scratch.as_slice())
             }
-            Err(_) => TOKEN_NOT_READ,
+            mask => mask,
         };
-        self.context.tokens[row].store(token, Ordering::Relaxed);
+        let token = match mask {
+            Some(mask) => self.common.set.run(MaskedArgmax { logits, mask }),
+            None => self.common.set.run(Argmax { logits, banned }),
+        };
+        self.run.tokens[row].store(token, Ordering::Relaxed);
+        // Its one reader in this step was just above; those of the next begin after all have met.
+        self.common.feed[slot].store(token, Ordering::Relaxed);
+    }
+
+    /// The id of an input of the row in `slot`. A cell that holds no token counts as 0: what comes of it is discarded.
+    fn token(&self, input: Input, slot: usize) -> usize {
+        match input {
+            Input::Given(token) => token,
+            Input::Fed => usize::try_from(self.common.feed[slot].load(Ordering::Relaxed)).unwrap_or(0),
+        }
     }
 
     fn groups_of(&self, rows: Rows) -> Groups {
-        self.groups[usize::from(rows == Rows::ReadBack)]
+        self.run.groups[usize::from(rows == Rows::ReadBack)]
     }
 
     fn buffer(&self, value: Value) -> &Shared<f32> {
-        &self.context.buffers[value.buffer.0]
+        &self.memory.buffers[value.buffer.0]
     }
 
     /// One row of a value in plain order.
@@ -340,43 +349,4 @@ impl<'a> Run<'a> {
             }
         }
     }
-}
-
-/// Divides the attention of a step: blocks of queries that are computed together, by KV heads, and where those are too
-/// few for the threads, by query heads.
-fn attention_units(shape: ModelShape, step: &CheckedStep, threads: usize) -> Vec<AttentionUnit> {
-    let group = shape.num_heads / shape.num_kv_heads;
-    let blocks = |heads: usize| {
-        let at_once = attention::queries_at_once(heads);
-        step.rows.iter().enumerate().flat_map(move |(row, it)| {
-            (0..it.num_new).step_by(at_once).map(move |first| (row, first, at_once.min(it.num_new - first)))
-        })
-    };
-    let is_few = blocks(group).count() * shape.num_kv_heads < threads * TURNS;
-    let heads = if is_few && step.token_ids.len() == step.rows.len() { 1 } else { group };
-    let heads_of = |(row, first, count)| {
-        (0..shape.num_heads).step_by(heads).map(move |head| AttentionUnit {
-            row,
-            first,
-            count,
-            kv_head: head / group,
-            head,
-            heads,
-        })
-    };
-    blocks(group).flat_map(heads_of).collect()
-}
-
-/// Rows of a buffer that a value needs.
-pub(crate) fn buffer_len(value: Value, num_tokens: usize, num_read: usize) -> usize {
-    let rows = match value.rows {
-        Rows::Tokens => num_tokens,
-        Rows::ReadBack => num_read,
-    };
-    rows * value.width
-}
-
-/// Where the logits of row `index` of those that are read back lie.
-pub(crate) fn logits_range(value: Value, index: usize) -> Range<usize> {
-    index * value.width..(index + 1) * value.width
 }

@@ -7,7 +7,9 @@
 
 mod argmax;
 mod attention;
+mod barrier;
 mod cells;
+mod common;
 mod device;
 mod element;
 mod execute;
@@ -20,15 +22,19 @@ mod matrix;
 mod memory;
 mod norm;
 mod program;
+mod queue;
 mod rope;
 mod step;
+mod step_check;
 mod swiglu;
+mod tables;
 #[cfg(test)]
 mod testing;
 mod threads;
+mod units;
 mod weight_kind;
 
-pub use device::{CpuDevice, DeviceSettings, LaunchError};
+pub use device::{CpuDevice, DeviceSettings, LaunchError, LaunchedStep};
 pub use execute::OP_KINDS;
 pub use kv::{KvKind, KvPool, KvShape};
 pub use lanes::InstructionSet;
@@ -36,6 +42,7 @@ pub use linear::multiply;
 pub use matrix::Matrix;
 pub use memory::OutOfMemory;
 pub use program::{ModelShape, Program, RecordError, Recorder, ValueId, Weight, WeightId};
+pub use queue::Failure;
 pub use rope::RopeTable;
 pub use step::{Refusal, StepArrays, StepLimits};
 pub use threads::Threads;

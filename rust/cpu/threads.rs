@@ -1,40 +1,16 @@
-//! The threads that compute a step: asleep between steps, meeting at short barriers within one.
+//! The threads that compute: asleep while nothing is posted, they go from one posted work to the next by themselves.
 
 use std::any::Any;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use std::arch::asm;
 use std::fmt;
-use std::hint::spin_loop;
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 
-/// Looks at a barrier before a thread goes to sleep there: some 30 µs on AMD's Zen 4, some 100 µs where the processor's
-/// pause is longer. Where a thread has no core of its own, spinning for longer would only keep others from theirs.
-const SPINS: usize = 2_000;
-
-/// One thread's part in a piece of work.
-#[derive(Clone, Copy)]
-pub(crate) struct Worker<'a> {
-    /// Which of the threads this is, from 0.
-    pub index: usize,
-    barrier: &'a Barrier,
-}
-
-impl Worker<'_> {
-    /// Waits until every thread is here. What they wrote before can be read after.
-    ///
-    /// # Panics
-    /// If another thread has panicked, as it will never come.
-    pub(crate) fn meet(self) {
-        self.barrier.meet();
-    }
-}
-
-/// Work that every thread does its part of.
-type Work<'a> = dyn Fn(Worker<'_>) + Sync + 'a;
+use super::barrier::{Worker, lock, wait};
+use super::queue::{Failure, Next, Outcome, Queue, Work, tell};
 
 /// A fixed number of threads, started when they are first needed, so that a process may fork before.
 pub struct Threads {
@@ -77,16 +53,66 @@ impl Threads {
         Ok(())
     }
 
-    /// Lets each thread do its part of `work`, while the caller sleeps. One caller at a time; others wait.
+    /// Ends the threads: work that has begun is done before, what has not begun fails.
+    pub(crate) fn stop(&self) {
+        drop(lock(&self.crew).take());
+    }
+
+    /// Lets each thread do its part of `work` once all that was posted before is done, and does not wait for it. Where
+    /// one of `needed` has failed, it fails too.
+    ///
+    /// # Panics
+    /// If the threads cannot be started: see `start`.
+    pub(crate) fn post(&self, work: Arc<Work>, needed: &[Arc<Outcome>]) -> Arc<Outcome> {
+        self.start().expect("who cannot be sure of it starts the threads first");
+        lock(&self.crew).as_ref().expect("it was just started").shared.post(work, needed)
+    }
+
+    /// Lets each thread do its part of `work`, while the caller sleeps.
     ///
     /// # Panics
     /// If `work` does, on any thread, or the threads cannot be started: see `start`.
-    pub(crate) fn run(&self, work: &Work<'_>) {
-        self.start().expect("who cannot be sure of it starts the threads first");
-        let outcome = lock(&self.crew).as_ref().expect("it was just started").run(work);
-        if let Err(panic) = outcome {
-            resume_unwind(panic);
+    pub(crate) fn run(&self, work: &(dyn Fn(Worker<'_>) + Sync)) {
+        // SAFETY: only the lifetime changes. The threads use it until all have left it, and that is waited for below,
+        // before anything here can return or unwind.
+        let work = unsafe { std::mem::transmute::<&(dyn Fn(Worker<'_>) + Sync), Borrowed>(work) };
+        // SAFETY: as above.
+        let outcome = self.post(Arc::new(move |worker: Worker<'_>| unsafe { work.call(worker) }), &[]);
+        if let Err(failure) = outcome.wait() {
+            panic!("{failure}");
         }
+    }
+
+    /// In a forked child: lets go of the parent's threads, which are not there. False if they were computing at the
+    /// fork; what they had in hand stays as it was for ever then.
+    ///
+    /// Waits for no lock, as its holder may be in the parent.
+    pub(crate) fn survive_fork(&self) -> bool {
+        let Ok(mut crew) = self.crew.try_lock() else { return false };
+        let was_idle =
+            crew.as_ref().is_none_or(|crew| crew.shared.orders.try_lock().is_ok_and(|orders| orders.queue.is_empty()));
+        if was_idle {
+            *crew = None;
+        }
+        was_idle
+    }
+}
+
+/// Work of a caller who waits until it is done. It is kept by its address, as the crew lets go of it a little later.
+#[repr(transparent)]
+struct Borrowed(*const (dyn Fn(Worker<'_>) + Sync));
+
+// SAFETY: the work may be used by several threads at once.
+unsafe impl Send for Borrowed {}
+// SAFETY: as above.
+unsafe impl Sync for Borrowed {}
+
+impl Borrowed {
+    /// # Safety
+    /// The caller of `Threads::run` still waits.
+    unsafe fn call(&self, worker: Worker<'_>) {
+        // SAFETY: so the work is still there.
+        unsafe { (*self.0)(worker) }
     }
 }
 
@@ -98,33 +124,23 @@ struct Crew {
 }
 
 struct CrewShared {
-    order: Mutex<Order>,
-    /// A new order, or the end.
-    posted: Condvar,
-    /// The last thread has done its part.
-    done: Condvar,
-    barrier: Barrier,
+    orders: Mutex<Orders>,
+    /// More work, the end, or that the last thread has left work that failed.
+    changed: Condvar,
 }
 
 /// What the threads are to do.
-struct Order {
-    number: u64,
-    /// Alive as long as `running` is not 0, as `run` waits for that.
-    work: Option<&'static Work<'static>>,
-    running: usize,
-    panic: Option<Box<dyn Any + Send>>,
+struct Orders {
+    queue: Queue,
+    /// Threads that wait for `changed`.
+    asleep: usize,
     is_over: bool,
 }
 
 impl Crew {
     fn start(count: usize) -> io::Result<Self> {
-        let order = Order { number: 0, work: None, running: 0, panic: None, is_over: false };
-        let shared = Arc::new(CrewShared {
-            order: Mutex::new(order),
-            posted: Condvar::new(),
-            done: Condvar::new(),
-            barrier: Barrier::new(count),
-        });
+        let orders = Orders { queue: Queue::new(count), asleep: 0, is_over: false };
+        let shared = Arc::new(CrewShared { orders: Mutex::new(orders), changed: Condvar::new() });
         // What was started ends with it.
         let mut crew = Self { process: std::process::id(), shared, handles: Vec::new() };
         for index in 0..count {
@@ -133,24 +149,6 @@ impl Crew {
             crew.handles.push(builder.spawn(move || shared.serve(index))?);
         }
         Ok(crew)
-    }
-
-    fn run(&self, work: &Work<'_>) -> Result<(), Box<dyn Any + Send>> {
-        // SAFETY: the threads use it only until the last has done its part, and that is waited for below, before
-        // anything here can return or unwind.
-        let work: &'static Work<'static> = unsafe { std::mem::transmute(work) };
-        let shared = &*self.shared;
-        shared.barrier.reset();
-        let mut order = lock(&shared.order);
-        order.number += 1;
-        order.work = Some(work);
-        order.running = self.handles.len();
-        shared.posted.notify_all();
-        while order.running > 0 {
-            order = wait(&shared.done, order);
-        }
-        order.work = None;
-        order.panic.take().map_or(Ok(()), Err)
     }
 }
 
@@ -162,44 +160,73 @@ impl Drop for Crew {
             std::mem::forget((std::mem::take(&mut self.handles), Arc::clone(&self.shared)));
             return;
         }
-        lock(&self.shared.order).is_over = true;
-        self.shared.posted.notify_all();
+        let mut orders = lock(&self.shared.orders);
+        orders.is_over = true;
+        orders.queue.close();
+        drop(orders);
+        self.shared.changed.notify_all();
         for handle in self.handles.drain(..) {
-            // A thread only ends by its loop; a panic in its work was handed to the caller.
+            // A thread only ends by its loop; a panic in its work was caught.
             drop(handle.join());
         }
     }
 }
 
 impl CrewShared {
-    /// The life of thread `index`: one order after another until the end.
+    fn post(&self, work: Arc<Work>, needed: &[Arc<Outcome>]) -> Arc<Outcome> {
+        let mut orders = lock(&self.orders);
+        let outcome = orders.queue.push(work, needed);
+        let is_any_asleep = orders.asleep > 0;
+        drop(orders);
+        if is_any_asleep {
+            self.changed.notify_all();
+        }
+        outcome
+    }
+
+    /// The life of thread `index`: its part of one work after another, until the end.
     fn serve(&self, index: usize) {
         use_default_rounding();
-        let mut last = 0;
+        let mut number = 0;
+        let mut orders = lock(&self.orders);
         loop {
-            let mut order = lock(&self.order);
-            while order.number == last && !order.is_over {
-                order = wait(&self.posted, order);
+            match orders.queue.next(number) {
+                Next::Begin(part) => {
+                    drop(orders);
+                    let worker = Worker { index, barrier: &part.barrier };
+                    let panic = catch_unwind(AssertUnwindSafe(|| (part.work)(worker))).err();
+                    orders = lock(&self.orders);
+                    if let Some(panic) = panic {
+                        // The first is the cause: the others follow from the barrier, which is broken once this is kept.
+                        orders.queue.fail(number, &Failure::panicked(message(&*panic)));
+                    }
+                }
+                Next::Skip => {}
+                Next::Nothing if orders.is_over => return,
+                Next::Nothing | Next::Wait => {
+                    orders.asleep += 1;
+                    orders = wait(&self.changed, orders);
+                    orders.asleep -= 1;
+                    continue;
+                }
             }
-            if order.is_over {
-                return;
+            if let Some(outcome) = orders.queue.leave(number) {
+                drop(orders);
+                if outcome.has_failed() {
+                    self.changed.notify_all();
+                }
+                tell(&outcome);
+                orders = lock(&self.orders);
             }
-            last = order.number;
-            let work = order.work.expect("an order has work until every thread has done it");
-            drop(order);
-            let outcome = catch_unwind(AssertUnwindSafe(|| work(Worker { index, barrier: &self.barrier })));
-            if let Err(panic) = outcome {
-                // The first is the cause: the others follow from the barrier, which is broken once this is kept.
-                lock(&self.order).panic.get_or_insert(panic);
-                self.barrier.break_up();
-            }
-            let mut order = lock(&self.order);
-            order.running -= 1;
-            if order.running == 0 {
-                self.done.notify_one();
-            }
+            number += 1;
         }
     }
+}
+
+/// What a panic says.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let owned = || panic.downcast_ref::<String>().map(String::as_str);
+    panic.downcast_ref::<&str>().copied().or_else(owned).unwrap_or("for no reason in words")
 }
 
 /// Brings this thread's arithmetic to what IEEE 754 says. A thread inherits the modes of its maker, in which a library may
@@ -219,90 +246,10 @@ fn use_default_rounding() {
     };
 }
 
-/// Where threads wait for each other: spinning for a moment, then asleep.
-struct Barrier {
-    count: usize,
-    arrived: AtomicUsize,
-    round: AtomicUsize,
-    sleepers: AtomicUsize,
-    is_broken: AtomicBool,
-    bed: Mutex<()>,
-    alarm: Condvar,
-}
-
-impl Barrier {
-    fn new(count: usize) -> Self {
-        Self {
-            count,
-            arrived: AtomicUsize::new(0),
-            round: AtomicUsize::new(0),
-            sleepers: AtomicUsize::new(0),
-            is_broken: AtomicBool::new(false),
-            bed: Mutex::new(()),
-            alarm: Condvar::new(),
-        }
-    }
-
-    /// For new work, when no thread is inside: what broken work left is forgotten.
-    fn reset(&self) {
-        self.arrived.store(0, Ordering::Relaxed);
-        self.sleepers.store(0, Ordering::Relaxed);
-        self.is_broken.store(false, Ordering::Relaxed);
-    }
-
-    fn meet(&self) {
-        let round = self.round.load(Ordering::Acquire);
-        if self.arrived.fetch_add(1, Ordering::AcqRel) + 1 == self.count {
-            self.arrived.store(0, Ordering::Relaxed);
-            // Either a sleeper sees the new round before it lies down, or it is counted before this looks.
-            self.round.store(round.wrapping_add(1), Ordering::SeqCst);
-            self.wake();
-            return;
-        }
-        for _ in 0..SPINS {
-            if self.is_past(round) {
-                return;
-            }
-            spin_loop();
-        }
-        let mut bed = lock(&self.bed);
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        while !self.is_past(round) {
-            bed = wait(&self.alarm, bed);
-        }
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-    }
-
-    /// Lets nobody wait for a thread that has panicked.
-    fn break_up(&self) {
-        self.is_broken.store(true, Ordering::SeqCst);
-        self.wake();
-    }
-
-    fn wake(&self) {
-        if self.sleepers.load(Ordering::SeqCst) > 0 {
-            drop(lock(&self.bed));
-            self.alarm.notify_all();
-        }
-    }
-
-    fn is_past(&self, round: usize) -> bool {
-        assert!(!self.is_broken.load(Ordering::SeqCst), "another thread of this step has panicked");
-        self.round.load(Ordering::SeqCst) != round
-    }
-}
-
-/// Locks; a panic elsewhere left nothing half done under these locks.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
-fn wait<'a, T>(condition: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
-    condition.wait(guard).unwrap_or_else(std::sync::PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
     use super::*;
 
     #[test]
@@ -323,21 +270,39 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_thread_that_is_late_finds_the_others_asleep_and_wakes_them() {
-        let threads = Threads::new(3);
-        let passed = AtomicUsize::new(0);
-        let is_asleep = |worker: Worker<'_>| worker.barrier.sleepers.load(Ordering::SeqCst) == 2;
-        threads.run(&|worker| {
-            if worker.index == 1 {
-                while !is_asleep(worker) {
-                    thread::yield_now();
-                }
+    /// Work that holds the threads up until the flag is set.
+    fn gate(is_open: &Arc<AtomicBool>) -> Arc<Work> {
+        let is_open = Arc::clone(is_open);
+        Arc::new(move |_| {
+            while !is_open.load(Ordering::SeqCst) {
+                thread::yield_now();
             }
-            worker.meet();
-            passed.fetch_add(1, Ordering::Relaxed);
-        });
-        assert_eq!(passed.into_inner(), 3);
+        })
+    }
+
+    #[test]
+    fn posted_work_is_done_in_order_while_the_caller_goes_on() {
+        for count in 1..=4 {
+            let threads = Threads::new(count);
+            let is_open = Arc::new(AtomicBool::new(false));
+            let mut outcomes = vec![threads.post(gate(&is_open), &[])];
+            let done = Arc::new(AtomicUsize::new(0));
+            for number in 0..200 {
+                let done = Arc::clone(&done);
+                let work = move |worker: Worker<'_>| {
+                    // Nobody is here before all have done the work before.
+                    assert!((number * count..(number + 1) * count).contains(&done.fetch_add(1, Ordering::SeqCst)));
+                    worker.meet();
+                };
+                outcomes.push(threads.post(Arc::new(work), &[]));
+            }
+            assert!(outcomes.iter().all(|outcome| !outcome.is_over()));
+            is_open.store(true, Ordering::SeqCst);
+            for outcome in outcomes.iter().rev() {
+                assert_eq!(outcome.wait(), Ok(()));
+            }
+            assert_eq!(done.load(Ordering::SeqCst), 200 * count);
+        }
     }
 
     #[test]
@@ -351,7 +316,7 @@ mod tests {
                 });
             }));
             let panic = outcome.expect_err("it must arrive");
-            assert_eq!(panic.downcast_ref(), Some(&"broken on purpose"));
+            assert_eq!(message(&*panic), "a thread of the device panicked: broken on purpose");
             let done = AtomicUsize::new(0);
             threads.run(&|worker| {
                 worker.meet();
@@ -359,6 +324,69 @@ mod tests {
             });
             assert_eq!(done.into_inner(), 3);
         }
+    }
+
+    #[test]
+    fn a_panic_fails_what_is_behind_it_and_nothing_that_is_posted_later() {
+        let threads = Threads::new(3);
+        for broken in 0..3 {
+            let is_open = Arc::new(AtomicBool::new(false));
+            let before = threads.post(gate(&is_open), &[]);
+            let work = move |worker: Worker<'_>| {
+                worker.meet();
+                assert!(worker.index != broken, "broken on purpose");
+                worker.meet();
+            };
+            let breaks = threads.post(Arc::new(work), &[]);
+            let behind: Vec<_> = (0..3).map(|_| threads.post(Arc::new(|_| panic!("it must not begin")), &[])).collect();
+            is_open.store(true, Ordering::SeqCst);
+            assert_eq!(before.wait(), Ok(()));
+            let failure = breaks.wait().expect_err("it broke");
+            assert_eq!(failure.to_string(), "a thread of the device panicked: broken on purpose");
+            for outcome in behind {
+                let said = outcome.wait().expect_err("it was behind").to_string();
+                assert_eq!(said, format!("a step before this one failed: {failure}"));
+            }
+            let sum = Arc::new(AtomicUsize::new(0));
+            let added = Arc::clone(&sum);
+            let later = threads.post(Arc::new(move |worker| _ = added.fetch_add(worker.index, Ordering::SeqCst)), &[]);
+            assert_eq!(later.wait(), Ok(()));
+            assert_eq!(sum.load(Ordering::SeqCst), 3);
+            let needs_it = threads.post(Arc::new(|_| panic!("it must not begin")), &[later, breaks]);
+            assert!(needs_it.wait().is_err());
+        }
+    }
+
+    #[test]
+    fn threads_that_are_dropped_end_what_has_begun_and_drop_the_rest() {
+        let threads = Threads::new(2);
+        let is_open = Arc::new(AtomicBool::new(false));
+        let has_begun = Arc::new(AtomicBool::new(false));
+        let (gate, begun) = (gate(&is_open), Arc::clone(&has_begun));
+        let first = threads.post(
+            Arc::new(move |worker| {
+                begun.store(true, Ordering::SeqCst);
+                gate(worker);
+            }),
+            &[],
+        );
+        let second = threads.post(Arc::new(|_| panic!("it must not begin")), &[]);
+        while !has_begun.load(Ordering::SeqCst) {
+            thread::yield_now();
+        }
+        let dropping = thread::spawn(move || drop(threads));
+        // The rest fails at once, and is over when the threads have come by.
+        while !second.has_failed() {
+            thread::yield_now();
+        }
+        is_open.store(true, Ordering::SeqCst);
+        dropping.join().expect("it passes");
+        assert_eq!(first.wait(), Ok(()));
+        assert!(second.is_over());
+        assert_eq!(
+            second.wait().expect_err("it had not begun").to_string(),
+            "the device was closed before it computed this step"
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Who holds what, and each sequence's state: the only mutable state of the books, changed wholly or not at all.
 
+mod bans;
 mod check;
 mod sequence;
 mod settings;
@@ -10,26 +11,47 @@ use std::collections::{BTreeSet, HashMap};
 
 use crate::blocks::BlockPool;
 use crate::error::{BooksError, Problem};
-use crate::ids::{BlockId, SeqId};
+use crate::ids::{BlockId, SeqId, SlotId};
 use crate::slots::SlotPool;
 use crate::victim::Candidate;
 
+pub use self::bans::{ALWAYS, MOST_BANS};
+pub(crate) use self::sequence::Next;
 use self::sequence::WaitingKey;
 pub use self::sequence::{NewSequence, Sequence, State};
 pub use self::settings::Settings;
+pub(crate) use self::step::Plan;
 use self::step::StepBook;
-pub use self::step::{Counts, Outcome, Readback, Row, StepArrays};
+pub use self::step::{Counts, FROM_FEED, Outcome, Readback, Row, StepArrays};
 pub use self::transitions::{Arrival, ParkBy, Reuse};
 
 /// Place of a sequence in the ledger's store; stable while it lives.
 pub(crate) type Key = usize;
+
+/// Who has a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Holder {
+    Sequence(Key),
+    /// The residency of this number, which is over.
+    Remains(u64),
+}
+
+/// Slot and blocks of a residency that ended while steps in flight named them: fenced, free for others after the last.
+#[derive(Debug, PartialEq, Eq)]
+struct Remains {
+    came_in: u64,
+    slot: SlotId,
+    table: Vec<BlockId>,
+    in_flight: u32,
+}
 
 /// Book of every sequence's state, slot and KV blocks.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Ledger {
     settings: Settings,
     blocks: BlockPool,
-    slots: SlotPool<Key>,
+    slots: SlotPool<Holder>,
+    remains: Vec<Remains>,
     sequences: Vec<Option<Sequence>>,
     vacant: Vec<Key>,
     keys: HashMap<SeqId, Key>,
@@ -53,6 +75,7 @@ impl Ledger {
         Ok(Self {
             blocks: BlockPool::try_new(settings.num_blocks).map_err(no_memory)?,
             slots: SlotPool::new(settings.num_slots),
+            remains: Vec::new(),
             sequences: Vec::new(),
             vacant: Vec::new(),
             keys: HashMap::new(),
@@ -86,16 +109,38 @@ impl Ledger {
     /// Resident sequences.
     #[must_use]
     pub fn num_residents(&self) -> u32 {
-        self.slots.taken()
+        self.slots.taken() - u32::try_from(self.remains.len()).expect("at most one a slot")
+    }
+
+    /// Blocks of sequences that have left, which steps in flight still need.
+    #[must_use]
+    pub fn fenced_blocks(&self) -> u32 {
+        u32::try_from(self.remains.iter().map(|one| one.table.len()).sum::<usize>()).expect("within the pool")
+    }
+
+    /// Slots of sequences that have left, which steps in flight still need.
+    #[must_use]
+    pub fn fenced_slots(&self) -> u32 {
+        u32::try_from(self.remains.len()).expect("at most one a slot")
+    }
+
+    /// Whether a settled step is sure to give something back: a sequence's last token is in flight, or it has left.
+    #[must_use]
+    pub fn settling_frees(&self) -> bool {
+        let context_length = self.settings.context_length;
+        !self.remains.is_empty() || self.residents().any(|sequence| sequence.ends_in_flight(context_length))
     }
 
     /// The resident sequences in ascending slot order.
     pub fn residents(&self) -> impl Iterator<Item = &Sequence> {
-        self.slots.holders().map(|key| self.at(key))
+        self.resident_keys().map(|(_, sequence)| sequence)
     }
 
     pub(crate) fn resident_keys(&self) -> impl Iterator<Item = (Key, &Sequence)> {
-        self.slots.holders().map(|key| (key, self.at(key)))
+        self.slots.holders().filter_map(|holder| match holder {
+            Holder::Sequence(key) => Some((key, self.at(key))),
+            Holder::Remains(_) => None,
+        })
     }
 
     /// The queued and parked sequences in waiting order.
@@ -133,7 +178,6 @@ impl Ledger {
         self.residents()
             .filter(move |sequence| sequence.can_replay() || sequence.can_spill(block_size, spill_blocks))
             .filter(|sequence| !sequence.constrained || self.settings.park_constrained)
-            .filter(|sequence| !sequence.in_flight)
             .map(Self::candidate)
             .filter(|candidate| candidate.frees > 0)
     }
@@ -154,6 +198,7 @@ impl Ledger {
             came_in: sequence.came_in,
             immune: sequence.is_immune(),
             constrained: sequence.constrained,
+            in_flight: sequence.in_flight > 0,
         }
     }
 

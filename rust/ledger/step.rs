@@ -1,11 +1,16 @@
-//! The step of the moment: picked, reserved, in flight, and settled or handed back.
+//! Steps: picked, reserved, in flight one behind the other, and settled, the oldest first, or handed back, the newest first.
+
+use std::collections::VecDeque;
 
 use crate::error::{BooksError, Problem, Shortage};
 use crate::ids::{SeqId, SlotId, TokenId};
 
-use super::sequence::State;
+use super::sequence::{Sequence, State};
 use super::transitions::Reuse;
 use super::{Key, Ledger};
+
+/// An input token id that the host does not know yet: the newest one read back in the row's slot.
+pub const FROM_FEED: i32 = -1;
 
 /// What is read back of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +25,8 @@ pub enum Readback {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     pub(crate) key: Key,
+    /// The residency of the sequence: when it came in.
+    pub(crate) came_in: u64,
     /// The sequence.
     pub seq: SeqId,
     /// Its slot.
@@ -32,6 +39,27 @@ pub struct Row {
     pub readback: Readback,
     /// Blocks that the row takes when it is reserved.
     pub growth: u32,
+}
+
+impl Row {
+    /// The next row of a resident sequence, of `num_new` tokens; nothing is read back and nothing grows.
+    pub(crate) fn of(key: Key, sequence: &Sequence, num_new: u32) -> Self {
+        Self {
+            key,
+            came_in: sequence.came_in,
+            seq: sequence.id,
+            slot: sequence.slot.expect("a resident has a slot"),
+            start: sequence.reserved,
+            num_new,
+            readback: Readback::Nothing,
+            growth: 0,
+        }
+    }
+
+    /// Tokens that it gives: 0 or 1.
+    fn gives(&self) -> u32 {
+        u32::from(self.readback == Readback::Argmax)
+    }
 }
 
 /// What a settled row came to.
@@ -50,6 +78,8 @@ pub enum Outcome {
     NothingAllowed = 4,
     /// All logits were NaN; the sequence has ended.
     Nan = 5,
+    /// Its sequence had left before the step was settled: what was computed is discarded.
+    OverRun = 6,
 }
 
 /// How much of the arrays a step uses.
@@ -61,12 +91,14 @@ pub struct Counts {
     pub tokens: usize,
     /// Newly written block-table entries.
     pub table_changes: usize,
+    /// Banned ids of all rows.
+    pub bans: usize,
 }
 
 /// The arrays that a step is written into, filled anew by each; `step.py` describes them. Their memory is kept.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct StepArrays {
-    /// Input token ids, row after row.
+    /// Input token ids, row after row; [`FROM_FEED`] where the host does not know it yet.
     pub token_ids: Vec<i32>,
     /// Position of each.
     pub positions: Vec<i32>,
@@ -84,6 +116,17 @@ pub struct StepArrays {
     pub readback: Vec<u8>,
     /// Slot, index in its block table, block.
     pub table_changes: Vec<[i32; 3]>,
+    /// Row, token id that it must not choose, and the input after which; [`super::ALWAYS`] whatever the input is.
+    pub bans: Vec<[i32; 3]>,
+}
+
+/// What the next step is to be.
+#[derive(Debug, Default)]
+pub(crate) struct Plan {
+    /// In ascending slot order.
+    pub(crate) rows: Vec<Row>,
+    /// Who is passed over as its next token needs the host.
+    pub(crate) sat_out: Vec<SeqId>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -92,26 +135,31 @@ enum Phase {
     Idle,
     Picked,
     Reserved,
-    InFlight,
 }
 
-/// The rows of the next step, and how far it has come.
-#[derive(Debug, Default)]
-pub(super) struct StepBook {
-    phase: Phase,
+/// A step that is reserved, or in flight.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Flight {
     rows: Vec<Row>,
     /// What `table_sent` of each row was before `fill`.
     sent_before: Vec<usize>,
 }
 
+/// The next step and how far it has come, and the steps in flight before it, oldest first.
+#[derive(Debug, Default)]
+pub(super) struct StepBook {
+    phase: Phase,
+    plan: Plan,
+    sent_before: Vec<usize>,
+    flights: VecDeque<Flight>,
+}
+
 /// A plan is no state: two books are equal if only their plans differ, so that handing back compares equal.
 impl PartialEq for StepBook {
     fn eq(&self, other: &Self) -> bool {
-        let taken = |phase| matches!(phase, Phase::Reserved | Phase::InFlight);
-        match (taken(self.phase), taken(other.phase)) {
-            (false, false) => true,
-            _ => self.phase == other.phase && self.rows == other.rows && self.sent_before == other.sent_before,
-        }
+        let reserved = |book: &Self| book.phase == Phase::Reserved;
+        let same_plan = self.plan.rows == other.plan.rows && self.sent_before == other.sent_before;
+        self.flights == other.flights && reserved(self) == reserved(other) && (!reserved(self) || same_plan)
     }
 }
 
@@ -127,9 +175,7 @@ impl StepBook {
     pub(super) fn must_be_open(&self) -> Result<(), BooksError> {
         match self.phase {
             Phase::Idle | Phase::Picked => Ok(()),
-            Phase::Reserved | Phase::InFlight => {
-                Err(BooksError::Misused("a step is reserved or in flight: commit it or hand it back first"))
-            }
+            Phase::Reserved => Err(BooksError::Misused("a step is reserved: fill it or hand it back first")),
         }
     }
 }
@@ -148,21 +194,40 @@ impl Ledger {
     /// Sets the rows of the next step, which `choose` writes; returns how many there are. Reserves nothing.
     ///
     /// # Errors
-    /// [`BooksError::Misused`] while a step is reserved or in flight.
-    pub(crate) fn plan(&mut self, choose: impl FnOnce(&Self, &mut Vec<Row>)) -> Result<usize, BooksError> {
+    /// [`BooksError::Misused`] while a step is reserved.
+    pub(crate) fn plan(&mut self, choose: impl FnOnce(&Self, &mut Plan)) -> Result<usize, BooksError> {
         self.step.must_be_open()?;
-        let mut rows = std::mem::take(&mut self.step.rows);
-        rows.clear();
-        choose(self, &mut rows);
-        self.step.rows = rows;
+        let mut plan = std::mem::take(&mut self.step.plan);
+        plan.rows.clear();
+        plan.sat_out.clear();
+        choose(self, &mut plan);
+        self.step.plan = plan;
         self.step.phase = Phase::Picked;
-        Ok(self.step.rows.len())
+        Ok(self.step.plan.rows.len())
     }
 
     /// The rows that were picked last, in ascending slot order.
     #[must_use]
     pub fn rows(&self) -> &[Row] {
-        &self.step.rows
+        &self.step.plan.rows
+    }
+
+    /// Who was passed over when rows were picked last, as its next token needs the host.
+    #[must_use]
+    pub fn sat_out(&self) -> &[SeqId] {
+        &self.step.plan.sat_out
+    }
+
+    /// Steps in flight.
+    #[must_use]
+    pub fn num_in_flight(&self) -> usize {
+        self.step.flights.len()
+    }
+
+    /// All rows that are reserved or in flight.
+    pub(super) fn rows_in_flight(&self) -> impl Iterator<Item = &Row> {
+        let reserved = if self.step.phase == Phase::Reserved { self.rows() } else { &[] };
+        self.step.flights.iter().flat_map(|flight| &flight.rows).chain(reserved)
     }
 
     /// Takes the blocks by which the picked rows grow, for all rows or for none.
@@ -173,7 +238,7 @@ impl Ledger {
         if self.step.phase != Phase::Picked {
             return Err(BooksError::Misused("reserve: pick the rows first, and again after each change"));
         }
-        let needed = self.step.rows.iter().map(|row| row.growth).sum();
+        let needed = self.step.plan.rows.iter().map(|row| row.growth).sum();
         let free = self.blocks.free();
         if needed > free {
             return Err(Shortage { needed, free }.into());
@@ -181,11 +246,12 @@ impl Ledger {
         // Everything that can fail is above this line.
         self.step.phase = Phase::Reserved;
         self.step.sent_before.clear();
-        for row in &self.step.rows {
+        for row in &self.step.plan.rows {
             let sequence = self.sequences[row.key].as_mut().expect("a picked row is live");
             self.blocks.take(row.growth, &mut sequence.table).expect("counted above");
-            sequence.reserved = row.start + row.num_new;
-            sequence.in_flight = true;
+            sequence.reserved += row.num_new;
+            sequence.ahead += row.gives();
+            sequence.in_flight += 1;
             self.step.sent_before.push(sequence.table_sent);
         }
         Ok(())
@@ -199,16 +265,17 @@ impl Ledger {
         if self.step.phase != Phase::Reserved {
             return Err(BooksError::Misused("fill: reserve the step first"));
         }
-        let mut counts = Counts { rows: self.step.rows.len(), tokens: 0, table_changes: 0 };
-        for row in &self.step.rows {
+        let mut counts = Counts { rows: self.step.plan.rows.len(), tokens: 0, table_changes: 0, bans: 0 };
+        for row in &self.step.plan.rows {
             let sequence = self.at(row.key);
             counts.tokens += row.num_new as usize;
             counts.table_changes += sequence.table.len() - sequence.table_sent;
+            each_ban(row, sequence, |_, _| counts.bans += 1);
         }
         Ok(counts)
     }
 
-    /// Writes the reserved step into `arrays`. It is in flight from here on.
+    /// Writes the reserved step into `arrays`. It is in flight from here on, behind those that are already.
     ///
     /// # Errors
     /// [`BooksError::Misused`] if nothing is reserved.
@@ -218,7 +285,7 @@ impl Ledger {
         }
         // Everything that can fail is above this line.
         arrays.clear();
-        for row in &self.step.rows {
+        for (index, row) in self.step.plan.rows.iter().enumerate() {
             let sequence = self.sequences[row.key].as_mut().expect("a reserved row is live");
             let (slot, end) = (int(row.slot.0), row.start + row.num_new);
             arrays.seqs.push(row.seq.0);
@@ -228,89 +295,118 @@ impl Ledger {
             arrays.kv_lengths.push(int(end));
             arrays.readback.push(u8::from(row.readback == Readback::Argmax));
             arrays.positions.extend(int(row.start)..int(end));
-            let fed = &sequence.tokens[row.start as usize..end as usize];
-            arrays.token_ids.extend(fed.iter().map(|&id| int(id)));
+            match sequence.tokens.get(row.start as usize..end as usize) {
+                Some(known) => arrays.token_ids.extend(known.iter().map(|&id| int(id))),
+                None => arrays.token_ids.push(FROM_FEED), // only a row of one token feeds on what is in flight
+            }
             for (entry, block) in sequence.table.iter().enumerate().skip(sequence.table_sent) {
                 let entry = i32::try_from(entry).expect("within the pool");
                 arrays.table_changes.push([slot, entry, int(block.0)]);
             }
             sequence.table_sent = sequence.table.len();
+            let row_index = i32::try_from(index).expect("at most one row a slot");
+            each_ban(row, sequence, |id, after| arrays.bans.push([row_index, int(id), after]));
         }
-        self.step.phase = Phase::InFlight;
+        let step = &mut self.step;
+        let rows = std::mem::take(&mut step.plan.rows);
+        step.flights.push_back(Flight { rows, sent_before: std::mem::take(&mut step.sent_before) });
+        step.phase = Phase::Idle;
         Ok(())
     }
 
-    /// Undoes `reserve` and `fill` exactly; nothing if there is nothing to undo.
-    pub fn hand_back(&mut self) {
-        if !matches!(self.step.phase, Phase::Reserved | Phase::InFlight) {
-            return;
-        }
+    /// Undoes `reserve` and `fill` of the newest step exactly; returns the sequences of its rows, over-runs left out.
+    /// Nothing if there is nothing to undo.
+    pub fn hand_back(&mut self) -> Vec<SeqId> {
+        let step = &mut self.step;
+        let flight = if step.phase == Phase::Reserved {
+            step.phase = Phase::Idle;
+            Flight { rows: std::mem::take(&mut step.plan.rows), sent_before: std::mem::take(&mut step.sent_before) }
+        } else {
+            match step.flights.pop_back() {
+                Some(flight) => flight,
+                None => return Vec::new(),
+            }
+        };
+        self.step.forget_plan();
+        let mut seqs = Vec::new();
         // Last taken, first given back: the free list is as it was.
-        for index in (0..self.step.rows.len()).rev() {
-            self.undo_row(index);
+        for (row, sent_before) in flight.rows.iter().zip(flight.sent_before).rev() {
+            if self.is_current(row) {
+                self.undo_row(row, sent_before);
+                seqs.push(row.seq);
+            } else {
+                self.unfence(row.came_in);
+            }
         }
-        self.step.phase = Phase::Idle;
+        seqs.reverse();
+        seqs
     }
 
-    /// How many rows the step in flight has.
+    /// How many rows the oldest step in flight has.
     ///
     /// # Errors
     /// [`BooksError::Misused`] with no step in flight.
     pub fn in_flight(&self) -> Result<usize, BooksError> {
-        if self.step.phase != Phase::InFlight {
-            return Err(BooksError::Misused("commit: no step is in flight"));
-        }
-        Ok(self.step.rows.len())
+        let oldest = self.step.flights.front().ok_or(BooksError::Misused("commit: no step is in flight"))?;
+        Ok(oldest.rows.len())
     }
 
-    /// Settles the step in flight with the token of each row; writes what each came to. Whoever that ends is released.
+    /// Settles the oldest step in flight with the token of each row; writes what each came to. Whoever that ends is
+    /// released.
     ///
     /// # Errors
     /// [`BooksError::Invalid`] for a token that is neither an id nor one of the two "no token" values, or for too few;
-    /// [`BooksError::Misused`] with no step in flight.
+    /// [`BooksError::Misused`] with no step in flight, or while another is reserved.
     pub fn commit(&mut self, tokens: &[i32], outcomes: &mut Vec<Outcome>) -> Result<(), BooksError> {
         let (given, needed) = (tokens.len(), self.in_flight()?);
+        self.step.must_be_open()?;
         if given < needed {
             return Err(BooksError::invalid("tokens", Problem::TooShort { given, needed }));
         }
         let vocab_size = self.settings.vocab_size;
-        for (index, (row, &token)) in self.step.rows.iter().zip(tokens).enumerate() {
+        for (index, (row, &token)) in self.step.flights[0].rows.iter().zip(tokens).enumerate() {
             if row.readback == Readback::Argmax && !(ALL_NAN..int(vocab_size)).contains(&token) {
                 let problem = Problem::NoSuchToken { token: i64::from(token), index, vocab_size };
                 return Err(BooksError::invalid("tokens", problem));
             }
         }
         // Everything that can fail is above this line.
-        self.step.phase = Phase::Idle;
+        self.step.forget_plan();
+        let flight = self.step.flights.pop_front().expect("it has rows");
         outcomes.clear();
-        for (index, &token) in tokens[..needed].iter().enumerate() {
-            let row = self.step.rows[index];
-            outcomes.push(match row.readback {
-                Readback::Nothing => self.commit_chunk(row),
-                Readback::Argmax => match token {
-                    NONE_ALLOWED => self.commit_nothing(index, Outcome::NothingAllowed),
-                    ALL_NAN => self.commit_nothing(index, Outcome::Nan),
-                    id => self.commit_token(row, TokenId::try_from(id).expect("checked above")),
-                },
-            });
-        }
+        outcomes.extend(flight.rows.iter().zip(tokens).map(|(row, &token)| self.commit_row(row, token)));
         Ok(())
     }
 
-    fn commit_chunk(&mut self, row: Row) -> Outcome {
+    fn commit_row(&mut self, row: &Row, token: i32) -> Outcome {
+        if !self.is_current(row) {
+            self.unfence(row.came_in);
+            return Outcome::OverRun;
+        }
         let sequence = self.at_mut(row.key);
-        sequence.in_flight = false;
-        sequence.committed = sequence.reserved;
-        sequence.settle_in();
-        Outcome::Chunk
+        // Steps are settled in order, and whatever else changes a sequence's history makes it leave.
+        assert_eq!(row.start, sequence.committed, "{} has another position than its row", row.seq);
+        sequence.in_flight -= 1;
+        sequence.ahead -= row.gives();
+        match (row.readback, token) {
+            (Readback::Nothing, _) => {
+                sequence.committed += row.num_new;
+                sequence.settle_in();
+                Outcome::Chunk
+            }
+            (Readback::Argmax, NONE_ALLOWED) => self.commit_nothing(row, Outcome::NothingAllowed),
+            (Readback::Argmax, ALL_NAN) => self.commit_nothing(row, Outcome::Nan),
+            (Readback::Argmax, id) => self.commit_token(row, TokenId::try_from(id).expect("checked before")),
+        }
     }
 
-    fn commit_token(&mut self, row: Row, id: TokenId) -> Outcome {
+    fn commit_token(&mut self, row: &Row, id: TokenId) -> Outcome {
         let context_length = self.settings.context_length as usize;
         let sequence = self.at_mut(row.key);
-        sequence.in_flight = false;
-        sequence.committed = sequence.reserved;
+        sequence.committed += row.num_new;
         sequence.tokens.push(id);
+        sequence.bans.saw(id);
+        sequence.mask_ready = false;
         sequence.state = State::Decoding;
         let outcome = if sequence.stop_token_ids.contains(&id) {
             Outcome::Stop
@@ -319,26 +415,40 @@ impl Ledger {
         } else {
             return Outcome::Token;
         };
-        self.release(row.seq, Reuse::Keep).expect("live, and no longer in flight");
+        self.release(row.seq, Reuse::Keep).expect("it is live");
         outcome
     }
 
-    fn commit_nothing(&mut self, index: usize, outcome: Outcome) -> Outcome {
-        self.undo_row(index);
-        let seq = self.step.rows[index].seq;
-        self.release(seq, Reuse::Discard).expect("live, and no longer in flight");
+    fn commit_nothing(&mut self, row: &Row, outcome: Outcome) -> Outcome {
+        self.release(row.seq, Reuse::Discard).expect("it is live");
         outcome
     }
 
-    fn undo_row(&mut self, index: usize) {
-        let row = self.step.rows[index];
-        let sequence = self.sequences[row.key].as_mut().expect("a row in flight is live");
+    /// Whether the sequence of `row` is where it was when the row was picked.
+    fn is_current(&self, row: &Row) -> bool {
+        // Its place may be another's by now.
+        let is_same = |sequence: &Sequence| sequence.id == row.seq && sequence.came_in == row.came_in;
+        self.sequences[row.key].as_ref().is_some_and(|sequence| is_same(sequence) && sequence.slot.is_some())
+    }
+
+    fn undo_row(&mut self, row: &Row, sent_before: usize) {
+        let sequence = self.sequences[row.key].as_mut().expect("a current row is live");
         let kept = sequence.table.len() - row.growth as usize;
         self.blocks.give_back(&sequence.table[kept..]);
         sequence.table.truncate(kept);
-        sequence.table_sent = self.step.sent_before[index];
-        sequence.reserved = sequence.committed;
-        sequence.in_flight = false;
+        sequence.table_sent = sent_before;
+        sequence.reserved -= row.num_new;
+        sequence.ahead -= row.gives();
+        sequence.in_flight -= 1;
+    }
+}
+
+/// Calls `ban` with what a reserved row must not choose.
+fn each_ban(row: &Row, sequence: &Sequence, ban: impl FnMut(TokenId, i32)) {
+    if row.gives() == 1 {
+        let number = sequence.generated_ahead() - 1;
+        let is_fed = (row.start + row.num_new) as usize > sequence.tokens.len();
+        sequence.bans.each(&sequence.stop_token_ids, number, is_fed, ban);
     }
 }
 
@@ -353,5 +463,6 @@ impl StepArrays {
         self.kv_lengths.clear();
         self.readback.clear();
         self.table_changes.clear();
+        self.bans.clear();
     }
 }

@@ -1,10 +1,13 @@
 //! The transitions of a sequence between its states; each happens wholly or not at all.
 
+use std::collections::HashSet;
+
 use crate::error::{BooksError, NotParkable, Problem, Shortage};
 use crate::ids::{SeqId, TokenId, blocks_for};
 
+use super::bans::{Bans, MOST_BANS, Think};
 use super::sequence::{NewSequence, Sequence, State};
-use super::{Key, Ledger};
+use super::{Holder, Key, Ledger, Remains};
 
 /// How a sequence is taken off the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +45,7 @@ impl Ledger {
     /// [`BooksError::Invalid`] that names what can never be served.
     pub fn submit(&mut self, new: &NewSequence) -> Result<SeqId, BooksError> {
         let tokens = self.tokens("prompt", &new.prompt)?;
-        let stop_token_ids = self.tokens("stop_token_ids", &new.stop_token_ids)?;
+        let stop_token_ids = distinct(self.tokens("stop_token_ids", &new.stop_token_ids)?);
         let given = tokens.len() as u64;
         if given == 0 {
             return Err(BooksError::invalid("prompt", Problem::Empty));
@@ -60,6 +63,7 @@ impl Ledger {
         if new.max_new_tokens == 0 {
             return Err(BooksError::invalid("max_new_tokens", Problem::TooSmall { given: 0, least: 1 }));
         }
+        let bans = self.bans(new, &stop_token_ids)?;
         // Everything that can fail is above this line.
         let id = SeqId(self.next_id);
         self.next_id += 1;
@@ -73,6 +77,8 @@ impl Ledger {
             priority: new.priority,
             replayable: new.replayable,
             constrained: new.constrained,
+            mask_ready: false,
+            bans,
             immune_until: 0,
             front: 0,
             came_in: 0,
@@ -81,7 +87,8 @@ impl Ledger {
             table_sent: 0,
             committed: 0,
             reserved: 0,
-            in_flight: false,
+            ahead: 0,
+            in_flight: 0,
         };
         self.waiting.insert(sequence.waiting_key());
         let key = self.vacant.pop().unwrap_or_else(|| {
@@ -120,7 +127,7 @@ impl Ledger {
         // Everything that can fail is above this line.
         self.step.forget_plan();
         self.waiting.remove(&waiting_key);
-        let slot = self.slots.take(key).expect("a slot is free");
+        let slot = self.slots.take(Holder::Sequence(key)).expect("a slot is free");
         self.arrivals += 1;
         let (came_in, immunity) = (self.arrivals, self.settings.immunity_tokens);
         let sequence = self.sequences[key].as_mut().expect("found above");
@@ -142,7 +149,7 @@ impl Ledger {
     pub fn drop_image(&mut self, seq: SeqId) -> Result<(), BooksError> {
         let key = self.key(seq)?;
         let sequence = self.at_mut(key);
-        if sequence.in_flight {
+        if sequence.in_flight > 0 {
             return Err(BooksError::InFlight(seq));
         }
         if !sequence.can_replay() {
@@ -160,10 +167,11 @@ impl Ledger {
         Ok(())
     }
 
-    /// Takes a resident sequence off the device. For a spill its image must have been copied before.
+    /// Takes a resident sequence off the device, as it is committed: what steps in flight compute of it is discarded.
+    /// For a spill its image must have been copied before.
     ///
     /// # Errors
-    /// [`BooksError::CannotPark`] if that way is not open, [`BooksError::InFlight`] while a step needs it.
+    /// [`BooksError::CannotPark`] if that way is not open; [`BooksError::Misused`] while a step is reserved and not filled.
     pub fn park(&mut self, seq: SeqId, by: ParkBy) -> Result<(), BooksError> {
         let key = self.key(seq)?;
         let sequence = self.at(key);
@@ -176,9 +184,7 @@ impl Ledger {
         if let Some(refusal) = refusal {
             return Err(BooksError::CannotPark(seq, refusal));
         }
-        if sequence.in_flight {
-            return Err(BooksError::InFlight(seq));
-        }
+        self.step.must_be_open()?;
         // Everything that can fail is above this line.
         self.vacate(key);
         let sequence = self.at_mut(key);
@@ -219,7 +225,7 @@ impl Ledger {
     /// Nothing is cached yet, so `_reuse` has no effect so far: its blocks are free for others either way.
     ///
     /// # Errors
-    /// [`BooksError::Unknown`], or [`BooksError::InFlight`] while a step needs it.
+    /// [`BooksError::Unknown`]; [`BooksError::Misused`] for a resident while a step is reserved and not filled.
     pub fn release(&mut self, seq: SeqId, _reuse: Reuse) -> Result<bool, BooksError> {
         let key = match self.key(seq) {
             Ok(key) => key,
@@ -227,14 +233,14 @@ impl Ledger {
             Err(unknown) => return Err(unknown),
         };
         let sequence = self.at(key);
-        if sequence.in_flight {
-            return Err(BooksError::InFlight(seq));
+        let (resident, waiting_key) = (sequence.state.is_resident(), sequence.waiting_key());
+        if resident {
+            self.step.must_be_open()?;
         }
         // Everything that can fail is above this line.
-        if sequence.state.is_resident() {
+        if resident {
             self.vacate(key);
         } else {
-            let waiting_key = sequence.waiting_key();
             self.waiting.remove(&waiting_key);
         }
         self.keys.remove(&seq);
@@ -243,16 +249,68 @@ impl Ledger {
         Ok(true)
     }
 
-    /// Gives the slot and the blocks of a resident back.
+    /// Says that the host has the mask of a constrained sequence's next token; forgotten with each token.
+    ///
+    /// # Errors
+    /// As [`Ledger::get`].
+    pub fn mask_ready(&mut self, seq: SeqId) -> Result<(), BooksError> {
+        let key = self.key(seq)?;
+        self.step.forget_plan();
+        self.at_mut(key).mask_ready = true;
+        Ok(())
+    }
+
+    /// Gives the slot and the blocks of a resident back, or fences them while steps in flight name them.
     fn vacate(&mut self, key: Key) {
         self.step.forget_plan();
         let sequence = self.sequences[key].as_mut().expect("vacated by its key");
         let slot = sequence.slot.take().expect("a resident has a slot");
-        self.blocks.give_back(&sequence.table);
         // The allocation goes too: the waiting may be many, and their tables large.
-        sequence.table = Vec::new();
+        let table = std::mem::take(&mut sequence.table);
+        let in_flight = std::mem::take(&mut sequence.in_flight);
         sequence.table_sent = 0;
-        self.slots.give_back(slot);
+        sequence.reserved = sequence.committed;
+        sequence.ahead = 0;
+        if in_flight == 0 {
+            self.blocks.give_back(&table);
+            self.slots.give_back(slot);
+        } else {
+            let came_in = sequence.came_in;
+            self.slots.hand_over(slot, Holder::Remains(came_in));
+            self.remains.push(Remains { came_in, slot, table, in_flight });
+        }
+    }
+
+    /// Notes that one step less needs what is left of a residency; the last one frees it.
+    pub(super) fn unfence(&mut self, came_in: u64) {
+        let place = self.remains.iter().position(|one| one.came_in == came_in).expect("fenced until its last step");
+        self.remains[place].in_flight -= 1;
+        if self.remains[place].in_flight == 0 {
+            let Remains { slot, table, .. } = self.remains.swap_remove(place);
+            self.blocks.give_back(&table);
+            self.slots.give_back(slot);
+        }
+    }
+
+    fn bans(&self, new: &NewSequence, stops: &[TokenId]) -> Result<Bans, BooksError> {
+        if new.min_tokens > new.max_new_tokens {
+            let problem = Problem::TooLarge { given: new.min_tokens, most: new.max_new_tokens };
+            return Err(BooksError::invalid("min_tokens", problem));
+        }
+        let always = distinct(self.tokens("banned_token_ids", &new.banned_token_ids)?);
+        let think = match new.think_tokens {
+            Some((start, end)) => {
+                let ids = self.tokens("think_tokens", &[start, end])?;
+                Some(Think { start: ids[0], end: ids[1], is_over: false })
+            }
+            None => None,
+        };
+        let bans = Bans { min_tokens: new.min_tokens, always, think };
+        let (given, most) = (bans.most(stops), MOST_BANS);
+        if given > u64::from(most) {
+            return Err(BooksError::invalid("banned_token_ids", Problem::TooManyBans { given, most }));
+        }
+        Ok(bans)
     }
 
     fn tokens(&self, field: &'static str, ids: &[i64]) -> Result<Vec<TokenId>, BooksError> {
@@ -263,6 +321,13 @@ impl Ledger {
         };
         ids.iter().enumerate().map(known).collect()
     }
+}
+
+/// The ids without those that came before, in their order.
+fn distinct(mut ids: Vec<TokenId>) -> Vec<TokenId> {
+    let mut seen = HashSet::new();
+    ids.retain(|&id| seen.insert(id));
+    ids
 }
 
 impl Sequence {

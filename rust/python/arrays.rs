@@ -76,6 +76,7 @@ pub(super) struct Buffers {
     kv_lengths: PyBuffer<i32>,
     readback: PyBuffer<u8>,
     table_changes: PyBuffer<i32>,
+    bans: PyBuffer<i32>,
 }
 
 impl Buffers {
@@ -93,6 +94,7 @@ impl Buffers {
             kv_lengths: of(object, "kv_lengths", &[counts.rows])?,
             readback: of(object, "readback", &[counts.rows])?,
             table_changes: of(object, "table_changes", &[counts.table_changes, 3])?,
+            bans: of(object, "bans", &[counts.bans, 3])?,
         })
     }
 
@@ -105,6 +107,7 @@ impl Buffers {
         self.num_new.copy_from_slice(py, &arrays.num_new)?;
         self.kv_lengths.copy_from_slice(py, &arrays.kv_lengths)?;
         self.readback.copy_from_slice(py, &arrays.readback)?;
-        self.table_changes.copy_from_slice(py, arrays.table_changes.as_flattened())
+        self.table_changes.copy_from_slice(py, arrays.table_changes.as_flattened())?;
+        self.bans.copy_from_slice(py, arrays.bans.as_flattened())
     }
 }

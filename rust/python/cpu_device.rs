@@ -1,6 +1,5 @@
 //! The class `CpuDevice`: extract, lock, call, map.
 
-use std::mem;
 use std::process;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -16,7 +15,11 @@ use super::cpu_model::PyCpuModel;
 use super::cpu_step::step_arrays;
 use super::errors::InvalidArgument;
 use super::whole::Whole;
-use crate::cpu::{CpuDevice, DeviceSettings, InstructionSet, KvKind, LaunchError, OP_KINDS, Refusal, RopeTable};
+use crate::cpu::{
+    CpuDevice, DeviceSettings, Failure, InstructionSet, KvKind, LaunchError, LaunchedStep, OP_KINDS, Refusal, RopeTable,
+};
+
+pyo3::import_exception!(reprieve.errors, StepFailed);
 
 /// Threads that a device may have.
 const MOST_THREADS: u32 = 1024;
@@ -37,18 +40,16 @@ impl From<LaunchError> for PyErr {
     }
 }
 
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        StepFailed::new_err(failure.to_string())
+    }
+}
+
 /// Names of the instruction sets that this machine has, the fastest first.
 #[pyfunction]
 pub(super) fn cpu_instructions() -> Vec<&'static str> {
     InstructionSet::all().into_iter().map(InstructionSet::name).collect()
-}
-
-/// A device, and the number of its newest step.
-struct Counted {
-    device: CpuDevice,
-    num_launched: u64,
-    /// The step whose logits there are: the newest, or 0 where a bug broke off another one.
-    logits_of: u64,
 }
 
 /// Computes steps of a `CpuModel` over a KV pool of its own. See `reprieve.step.Device`.
@@ -56,8 +57,8 @@ struct Counted {
 /// `cos` and `sin` [positions, `head_size` / 2] are the rotary angles of all positions that a sequence may have.
 #[pyclass(frozen, name = "CpuDevice", module = "reprieve._native")]
 pub(super) struct PyCpuDevice {
-    counted: Mutex<Counted>,
-    /// The process that uses the device: the maker, or a child that has found the lock free since.
+    device: Mutex<CpuDevice>,
+    /// The process that uses the device: the maker, or a child that has found it idle at the fork.
     process: AtomicU32,
     kv_shape: (usize, usize, usize, usize, usize),
     block_bytes: usize,
@@ -67,26 +68,37 @@ pub(super) struct PyCpuDevice {
 }
 
 impl PyCpuDevice {
-    /// A holder of this lock computes with the interpreter's lock given up, so it must not be waited for with that one
-    /// in hand. Nothing may run Python while it is held.
+    /// A holder of this lock may wait for steps with the interpreter's lock given up, so it must not be waited for with
+    /// that one in hand. Nothing may run Python while it is held.
     ///
-    /// In a forked child, a lock that was held at the fork is held for ever: its holder is in the parent. So the first
-    /// to come there does not wait; as the interpreter's lock is in its hand, no other thread of the child holds it.
-    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, Counted>> {
+    /// In a forked child the device's threads are not there, and a lock that was held at the fork is held for ever: its
+    /// holder is in the parent. So the first to come there does not wait; as the interpreter's lock is in its hand, no
+    /// other thread of the child holds it.
+    fn lock(&self, py: Python<'_>) -> PyResult<MutexGuard<'_, CpuDevice>> {
         let process = process::id();
         if self.process.load(Ordering::Relaxed) == process {
-            return Ok(self.counted.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner));
+            return Ok(self.device.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner));
         }
-        let counted = match self.counted.try_lock() {
-            Ok(counted) => counted,
-            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                let problem = "the device was computing when this process was forked; make a new one";
-                return Err(PyRuntimeError::new_err(problem));
-            }
+        let device = match self.device.try_lock() {
+            Ok(device) => Some(device),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        let Some(device) = device.filter(|device| device.survive_fork()) else {
+            let problem = "the device was computing when this process was forked; make a new one";
+            return Err(PyRuntimeError::new_err(problem));
         };
         self.process.store(process, Ordering::Relaxed);
-        Ok(counted)
+        Ok(device)
+    }
+
+    /// Step `number`, which is launched and not forgotten.
+    fn step(&self, py: Python<'_>, number: u64) -> PyResult<LaunchedStep> {
+        let device = self.lock(py)?;
+        device.step(number).ok_or_else(|| {
+            let problem = format!("there is no step {number}: {} were launched, or it is forgotten", device.newest());
+            PyRuntimeError::new_err(problem)
+        })
     }
 
     /// The numbers of `blocks`, all of which are in the pool.
@@ -173,69 +185,94 @@ impl PyCpuDevice {
         let half = program.head_size() / 2;
         let rope = RopeTable::new(half, angles(cos, "cos", positions, half)?, angles(sin, "sin", positions, half)?);
         let device = py.detach(|| CpuDevice::new(program, settings, rope))?;
-        let shape = device.pool().shape();
+        let shape = device.kv_shape();
         Ok(Self {
             kv_shape: (shape.layers, shape.kv_heads, 2, shape.head_size, shape.block_size),
-            block_bytes: device.pool().block_bytes(),
+            block_bytes: device.block_bytes(),
             num_blocks: shape.num_blocks,
             set: device.set(),
             threads: device.num_threads(),
-            counted: Mutex::new(Counted { device, num_launched: 0, logits_of: 0 }),
+            device: Mutex::new(device),
             process: AtomicU32::new(process::id()),
         })
     }
 
-    /// Compute `step`, write the token of each row, or a negative TOKEN_ value, to `tokens` [rows], and return the
-    /// step's number: the first that is computed is 1.
+    /// Let `step` be computed after those before it, and return its number: the first is 1. Its arrays are copied.
     ///
-    /// The interpreter's lock is given up meanwhile. Raises `InvalidArgument` that names the array and the numbers, and
-    /// `MemoryError`, with nothing changed.
-    fn launch(&self, py: Python<'_>, step: &Bound<'_, PyAny>, tokens: &Bound<'_, PyAny>) -> PyResult<u64> {
+    /// Nothing is waited for, but for the steps before where memory must be made for this one. Raises `InvalidArgument`
+    /// that names the array and the numbers, `MemoryError`, and `RuntimeError` where no thread can be started, with
+    /// nothing changed.
+    fn launch(&self, py: Python<'_>, step: &Bound<'_, PyAny>) -> PyResult<u64> {
         let arrays = step_arrays(step)?;
-        let tokens = writable::<i32>(tokens, "tokens", &[arrays.slots.len()])?;
         let mut guard = self.lock(py)?;
-        let counted = &mut *guard;
-        let logits_of = mem::take(&mut counted.logits_of);
-        let launched = py.detach(|| counted.device.launch(&arrays));
-        counted.num_launched += u64::from(launched.is_ok());
-        let number = counted.num_launched;
-        counted.logits_of = if launched.is_ok() { number } else { logits_of };
-        drop(guard);
-        let chosen = launched?;
-        tokens.copy_from_slice(py, &chosen)?;
-        Ok(number)
+        let device = &mut *guard;
+        let num_read = arrays.readback.iter().filter(|&&kind| kind != 0).count();
+        if !device.has_room(arrays.token_ids.len(), num_read) {
+            py.detach(|| device.wait_until_idle());
+        }
+        Ok(device.launch(arrays)?)
     }
 
-    /// Write the logits of step `number` to `out` [rows read back, logits of a row].
+    /// Whether step `number` was computed, or has failed. Never waits.
+    fn ready(&self, py: Python<'_>, number: Whole<u64>) -> PyResult<bool> {
+        Ok(self.step(py, number.0)?.is_over())
+    }
+
+    /// Wait for step `number` and write the token of each row, or a negative TOKEN_ value, to `tokens` [rows].
     ///
-    /// Raises `RuntimeError` once another step was computed.
+    /// The interpreter's lock is given up meanwhile. It may be called again until the step is forgotten. Raises
+    /// `StepFailed` where a thread panicked in the step, or in one that it came behind.
+    fn settle(&self, py: Python<'_>, number: Whole<u64>, tokens: &Bound<'_, PyAny>) -> PyResult<()> {
+        let step = self.step(py, number.0)?;
+        let tokens = writable::<i32>(tokens, "tokens", &[step.num_rows()])?;
+        let chosen = if step.is_over() { step.wait() } else { py.detach(|| step.wait()) };
+        tokens.copy_from_slice(py, &chosen?)
+    }
+
+    /// Let go of what step `number` came to; a step that is not computed yet still will be. Idempotent.
+    fn forget(&self, py: Python<'_>, number: Whole<u64>) -> PyResult<()> {
+        self.lock(py)?.forget(number.0);
+        Ok(())
+    }
+
+    /// Wait for step `number` and write its logits to `out` [rows read back, logits of a row].
+    ///
+    /// Raises `RuntimeError` once another step was launched, `StepFailed` if it has failed.
     fn logits(&self, py: Python<'_>, number: Whole<u64>, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let out = array::<f32>(out, "out")?;
         check_writable(&out)?;
-        let mut counted = self.lock(py)?;
-        if number.0 == 0 || number.0 != counted.logits_of {
+        let guard = self.lock(py)?;
+        let device = &*guard;
+        if number.0 == 0 || number.0 != device.newest() {
             return Err(PyRuntimeError::new_err("the logits are gone: the device has computed another step since"));
         }
-        let (rows, width) = counted.device.logits_shape();
+        let (rows, width) = device.logits_shape();
         if out.shape() != [rows, width] {
             let problem = format!("must have the shape [{rows}, {width}], not {:?}", out.shape());
             return Err(InvalidArgument::new_err(("out", problem)));
         }
         let mut logits = zeros(rows * width)?;
-        for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
-            logits.copy_from_slice(counted.device.logits(row));
-        }
-        drop(counted);
+        py.detach(|| device.logits(&mut logits))?;
+        drop(guard);
         out.copy_from_slice(py, &logits)
     }
 
-    /// Rows that the last step read back, and how many logits each has.
+    /// Rows that the newest step reads back, and how many logits each has.
     #[getter]
     fn logits_shape(&self, py: Python<'_>) -> PyResult<(usize, usize)> {
-        Ok(self.lock(py)?.device.logits_shape())
+        Ok(self.lock(py)?.logits_shape())
     }
 
-    /// Copy the bytes of `blocks`, in this order, to `out` [blocks * `block_bytes`].
+    /// Wait for the step that is being computed, let those behind it fail, and end the threads. Idempotent.
+    fn stop(&self, py: Python<'_>) {
+        // In a child that was forked during a step there are no threads.
+        if let Ok(mut guard) = self.lock(py) {
+            let device = &mut *guard;
+            py.detach(|| device.stop());
+        }
+    }
+
+    /// Wait for all launched steps and copy the bytes of `blocks`, in this order, to `out` [blocks * `block_bytes`].
     #[expect(clippy::needless_pass_by_value, reason = "how a sequence is taken")]
     fn gather(&self, py: Python<'_>, blocks: Vec<Bound<'_, PyAny>>, out: &Bound<'_, PyAny>) -> PyResult<()> {
         let blocks = self.checked(&blocks)?;
@@ -243,11 +280,15 @@ impl PyCpuDevice {
         self.check_image(blocks.len(), &out, "out")?;
         check_writable(&out)?;
         let mut bytes = zeros(out.item_count())?;
-        self.lock(py)?.device.pool().gather(&blocks, &mut bytes);
+        let guard = self.lock(py)?;
+        let device = &*guard;
+        py.detach(|| device.gather(&blocks, &mut bytes));
+        drop(guard);
         out.copy_from_slice(py, &bytes)
     }
 
-    /// Write the bytes of `image` [blocks * `block_bytes`], as `gather` gave them, to `blocks`; each may be named once.
+    /// Wait for all launched steps and write the bytes of `image` [blocks * `block_bytes`], as `gather` gave them, to
+    /// `blocks`; each may be named once.
     #[expect(clippy::needless_pass_by_value, reason = "how a sequence is taken")]
     fn scatter(&self, py: Python<'_>, blocks: Vec<Bound<'_, PyAny>>, image: &Bound<'_, PyAny>) -> PyResult<()> {
         let blocks = self.checked(&blocks)?;
@@ -260,7 +301,9 @@ impl PyCpuDevice {
             return Err(InvalidArgument::new_err(("blocks", format!("names a block twice: {blocks:?}"))));
         }
         let image = contents(py, &image)?;
-        self.lock(py)?.device.pool_mut().scatter(&blocks, &image);
+        let mut guard = self.lock(py)?;
+        let device = &mut *guard;
+        py.detach(|| device.scatter(&blocks, &image));
         Ok(())
     }
 
@@ -290,7 +333,7 @@ impl PyCpuDevice {
 
     /// Seconds that steps have taken, by kind of operation.
     fn op_seconds<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let seconds = self.lock(py)?.device.op_seconds();
+        let seconds = self.lock(py)?.op_seconds();
         OP_KINDS.into_iter().zip(seconds).into_py_dict(py)
     }
 }

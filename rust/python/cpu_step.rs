@@ -7,41 +7,53 @@ use super::arrays::{array, contents};
 use super::errors::InvalidArgument;
 use crate::cpu::StepArrays;
 
-/// An array of a step, which must have as many dimensions as `shape` and as many elements where `shape` says.
+/// The memory of an array of a step; `shape` has a number of elements where only one will do.
 fn step_array<T: Element + Default>(
     step: &Bound<'_, PyAny>,
     name: &str,
     field: &'static str,
-    columns: Option<usize>,
-) -> PyResult<Vec<T>> {
-    let object = step.getattr(name)?;
-    let buffer: PyBuffer<T> = array(&object, field)?;
-    let is_fitting = match (buffer.shape(), columns) {
-        ([_], None) => true,
-        ([_, given], Some(columns)) => *given == columns,
-        _ => false,
-    };
+    shape: &[Option<usize>],
+) -> PyResult<PyBuffer<T>> {
+    let buffer: PyBuffer<T> = array(&step.getattr(name)?, field)?;
+    let is_fitting = buffer.shape().len() == shape.len()
+        && buffer.shape().iter().zip(shape).all(|(&given, wanted)| wanted.is_none_or(|wanted| given == wanted));
     if !is_fitting || !buffer.is_c_contiguous() {
-        let shape = columns.map_or("[any]".to_owned(), |columns| format!("[any, {columns}]"));
+        let size = |wanted: &Option<usize>| wanted.map_or("any".to_owned(), |wanted| wanted.to_string());
+        let shape = shape.iter().map(size).collect::<Vec<_>>().join(", ");
         let layout = if buffer.is_c_contiguous() { "C-contiguous" } else { "not C-contiguous" };
-        let problem =
-            format!("must be C-contiguous {} {shape}, not {:?}, {layout}", std::any::type_name::<T>(), buffer.shape());
+        let kind = std::any::type_name::<T>();
+        let problem = format!("must be C-contiguous {kind} [{shape}], not {:?}, {layout}", buffer.shape());
         return Err(InvalidArgument::new_err((field, problem)));
     }
-    contents(step.py(), &buffer)
+    Ok(buffer)
+}
+
+/// One number for each row or token.
+fn flat<T: Element + Default>(step: &Bound<'_, PyAny>, name: &str, field: &'static str) -> PyResult<Vec<T>> {
+    contents(step.py(), &step_array(step, name, field, &[None])?)
+}
+
+/// Three numbers each.
+fn triples(step: &Bound<'_, PyAny>, name: &str, field: &'static str) -> PyResult<Vec<[i32; 3]>> {
+    let numbers = contents(step.py(), &step_array::<i32>(step, name, field, &[None, Some(3)])?)?;
+    Ok(numbers.as_chunks::<3>().0.to_vec())
 }
 
 /// The arrays of `step`, a `reprieve.step.Step`.
 pub(super) fn step_arrays(step: &Bound<'_, PyAny>) -> PyResult<StepArrays> {
-    let changes: Vec<i32> = step_array(step, "table_changes", "step.table_changes", Some(3))?;
+    let masks = step_array::<u32>(step, "masks", "step.masks", &[None, None])?;
     Ok(StepArrays {
-        token_ids: step_array(step, "token_ids", "step.token_ids", None)?,
-        positions: step_array(step, "positions", "step.positions", None)?,
-        slots: step_array(step, "slots", "step.slots", None)?,
-        starts: step_array(step, "starts", "step.starts", None)?,
-        num_new: step_array(step, "num_new", "step.num_new", None)?,
-        kv_lengths: step_array(step, "kv_lengths", "step.kv_lengths", None)?,
-        readback: step_array(step, "readback", "step.readback", None)?,
-        table_changes: changes.as_chunks::<3>().0.to_vec(),
+        token_ids: flat(step, "token_ids", "step.token_ids")?,
+        positions: flat(step, "positions", "step.positions")?,
+        slots: flat(step, "slots", "step.slots")?,
+        starts: flat(step, "starts", "step.starts")?,
+        num_new: flat(step, "num_new", "step.num_new")?,
+        kv_lengths: flat(step, "kv_lengths", "step.kv_lengths")?,
+        readback: flat(step, "readback", "step.readback")?,
+        table_changes: triples(step, "table_changes", "step.table_changes")?,
+        bans: triples(step, "bans", "step.bans")?,
+        mask_rows: flat(step, "mask_rows", "step.mask_rows")?,
+        masks_shape: [masks.shape()[0], masks.shape()[1]],
+        masks: contents(step.py(), &masks)?,
     })
 }

@@ -11,9 +11,16 @@ use super::errors::InvalidArgument;
 use super::whole::Whole;
 use crate::error::BooksError;
 use crate::ids::SeqId;
-use crate::ledger::{Arrival, Ledger, NewSequence, ParkBy, Reuse, Sequence, Settings, State, StepArrays};
+use crate::ledger::{Arrival, Ledger, MOST_BANS, NewSequence, ParkBy, Reuse, Sequence, Settings, State, StepArrays};
 use crate::schedule;
-use crate::victim::Policy;
+use crate::victim::{Policy, Victim};
+
+/// Who gives way, or what must be done first.
+#[derive(IntoPyObject)]
+pub(super) enum Choice {
+    Gives(u64),
+    Settle(&'static str),
+}
 
 /// Book of every sequence's state, slot and KV blocks. See `reprieve.step.Books` for what each method promises.
 #[pyclass(frozen, name = "Ledger", module = "reprieve._native")]
@@ -73,14 +80,17 @@ impl PyLedger {
     }
 
     #[pyo3(signature = (prompt, *, max_new_tokens = None, priority = Whole(0), stop_token_ids = None,
-        replayable = true, constrained = false),
+        replayable = true, constrained = false, min_tokens = Whole(0), banned_token_ids = None, think_tokens = None),
         text_signature = "($self, prompt, *, max_new_tokens=None, priority=0, stop_token_ids=None, replayable=True, \
-        constrained=False)")]
+        constrained=False, min_tokens=0, banned_token_ids=None, think_tokens=None)")]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     /// Queue a sequence and return its number.
     ///
     /// `prompt` and `stop_token_ids` are token ids, `max_new_tokens` the budget (None: up to the context); a higher
     /// `priority` is more urgent.
     /// `replayable` says that the token ids alone rebuild its KV, `constrained` that its next token is bound by a mask.
+    /// No stop id comes before `min_tokens`, none of `banned_token_ids` ever; once the second of `think_tokens` was
+    /// generated, neither of them comes again.
     /// Raises `InvalidArgument` that names the argument, and `NeverFits`.
     fn submit(
         &self,
@@ -90,12 +100,31 @@ impl PyLedger {
         stop_token_ids: Option<&Bound<'_, PyAny>>,
         replayable: bool,
         constrained: bool,
+        min_tokens: Whole<u64>,
+        banned_token_ids: Option<&Bound<'_, PyAny>>,
+        think_tokens: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        let prompt = token_ids(prompt, "prompt")?;
-        let stop_token_ids = stop_token_ids.map_or_else(|| Ok(Vec::new()), |ids| token_ids(ids, "stop_token_ids"))?;
-        let max_new_tokens = max_new_tokens.map_or(u64::MAX, |budget| budget.0);
-        let priority = priority.0;
-        let new = NewSequence { prompt, max_new_tokens, priority, stop_token_ids, replayable, constrained };
+        let some_ids =
+            |ids: Option<&Bound<'_, PyAny>>, field| ids.map_or_else(|| Ok(Vec::new()), |ids| token_ids(ids, field));
+        let think_tokens = match some_ids(think_tokens, "think_tokens")?[..] {
+            [] => None,
+            [start, end] => Some((start, end)),
+            ref other => {
+                let problem = format!("must be the ids at which thinking begins and ends, not {} ids", other.len());
+                return Err(InvalidArgument::new_err(("think_tokens", problem)));
+            }
+        };
+        let new = NewSequence {
+            prompt: token_ids(prompt, "prompt")?,
+            max_new_tokens: max_new_tokens.map_or(u64::MAX, |budget| budget.0),
+            priority: priority.0,
+            stop_token_ids: some_ids(stop_token_ids, "stop_token_ids")?,
+            replayable,
+            constrained,
+            min_tokens: min_tokens.0,
+            banned_token_ids: some_ids(banned_token_ids, "banned_token_ids")?,
+            think_tokens,
+        };
         Ok(self.lock().submit(&new)?.0)
     }
 
@@ -106,7 +135,7 @@ impl PyLedger {
             return Ok(None);
         };
         let victims: Vec<(u64, &str)> = plan.victims.iter().map(|&(seq, by)| (seq.0, way_name(by))).collect();
-        CLASS.import(py, "reprieve.step", "ArrivalPlan")?.call1((plan.seq.0, victims)).map(Some)
+        CLASS.import(py, "reprieve.step", "ArrivalPlan")?.call1((plan.seq.0, victims, plan.settle_first)).map(Some)
     }
 
     /// Give a waiting sequence its slot and all its blocks; return "start", "replay" or "restore".
@@ -130,14 +159,33 @@ impl PyLedger {
         Ok(schedule::pick_rows(&mut self.lock())?)
     }
 
+    /// Return the residents that were passed over when rows were picked last, as their next token needs the host.
+    fn sat_out(&self) -> Vec<u64> {
+        self.lock().sat_out().iter().map(|seq| seq.0).collect()
+    }
+
+    /// Say that the mask for the next token of a constrained sequence is there; forgotten with each token.
+    fn mask_ready(&self, seq: Whole<u64>) -> PyResult<()> {
+        Ok(self.lock().mask_ready(SeqId(seq.0))?)
+    }
+
     /// Take the blocks by which the picked rows grow, for all or for none: `KvExhausted`.
     fn reserve(&self) -> PyResult<()> {
         Ok(self.lock().reserve()?)
     }
 
-    /// Return the sequence that gives way, or None if nobody can.
-    fn victim(&self, spill_blocks: Whole<u64>) -> Option<u64> {
-        schedule::victim(&self.lock(), at_most_all(spill_blocks.0)).map(|seq| seq.0)
+    /// Return the sequence that gives way, "settle" if a step in flight must be settled first, None if nobody can.
+    fn victim(&self, spill_blocks: Whole<u64>) -> Option<Choice> {
+        match schedule::victim(&self.lock(), at_most_all(spill_blocks.0)) {
+            Victim::Gives(seq) => Some(Choice::Gives(seq.0)),
+            Victim::Settle => Some(Choice::Settle("settle")),
+            Victim::Nobody => None,
+        }
+    }
+
+    /// Return the sequences of the picked rows that need a block, in slot order.
+    fn growing(&self) -> Vec<u64> {
+        self.lock().rows().iter().filter(|row| row.growth > 0).map(|row| row.seq.0).collect()
     }
 
     /// Return the first victim of those that need a block; raises `BooksMisused` if none does.
@@ -146,7 +194,8 @@ impl PyLedger {
         Ok(row.ok_or(BooksError::Misused("capacity_row: no row needs a block"))?.0)
     }
 
-    /// Write the reserved step into `buffers`, a `StepBuffers`; return its `StepCounts`. It is in flight from here on.
+    /// Write the reserved step into `buffers`, a `StepBuffers`; return its `StepCounts`. It is in flight from here on,
+    /// behind those that are already.
     ///
     /// Raises `InvalidArgument` that names an array of the wrong type, shape or size; then it is not in flight.
     fn fill<'py>(&self, py: Python<'py>, buffers: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
@@ -162,15 +211,16 @@ impl PyLedger {
             ledger.fill(&mut arrays)?;
             buffers.write(py, &arrays)?;
         }
-        CLASS.import(py, "reprieve.step", "StepCounts")?.call1((counts.rows, counts.tokens, counts.table_changes))
+        let counts = (counts.rows, counts.tokens, counts.table_changes, counts.bans);
+        CLASS.import(py, "reprieve.step", "StepCounts")?.call1(counts)
     }
 
-    /// Undo `reserve` and `fill` exactly; nothing if there is nothing to undo.
-    fn hand_back(&self) {
-        self.lock().hand_back();
+    /// Undo `reserve` and `fill` of the newest step exactly; return the sequences of its rows, over-runs left out.
+    fn hand_back(&self) -> Vec<u64> {
+        self.lock().hand_back().into_iter().map(|seq| seq.0).collect()
     }
 
-    /// Settle the step in flight with `tokens` [rows] i32; write an outcome per row into `outcomes` [>= rows] u8.
+    /// Settle the oldest step in flight with `tokens` [rows] i32; write an outcome per row into `outcomes` [>= rows] u8.
     ///
     /// Whoever ends is released. Raises `InvalidArgument`, or `BooksMisused` with no step in flight.
     fn commit(&self, py: Python<'_>, tokens: &Bound<'_, PyAny>, outcomes: &Bound<'_, PyAny>) -> PyResult<()> {
@@ -192,7 +242,8 @@ impl PyLedger {
         outcomes.copy_from_slice(py, &settled)
     }
 
-    /// Take a resident sequence off the device, by "spill" or "replay". Raises `CannotPark`, `StepInFlight`.
+    /// Take a resident sequence off the device, by "spill" or "replay"; what it has in flight is discarded. Raises
+    /// `CannotPark`.
     fn park(&self, seq: Whole<u64>, by: &str) -> PyResult<()> {
         let by = way(by)?;
         Ok(self.lock().park(SeqId(seq.0), by)?)
@@ -203,7 +254,7 @@ impl PyLedger {
         Ok(self.lock().resume(SeqId(seq.0))?)
     }
 
-    /// End a sequence in any state; False if it had ended before. Raises `StepInFlight`.
+    /// End a sequence in any state; False if it had ended before.
     #[pyo3(signature = (seq, *, reuse))]
     fn release(&self, seq: Whole<u64>, reuse: bool) -> PyResult<bool> {
         let reuse = if reuse { Reuse::Keep } else { Reuse::Discard };
@@ -275,10 +326,22 @@ impl PyLedger {
         self.lock().blocks().total()
     }
 
-    /// Blocks that nobody holds.
+    /// Blocks that nobody holds and that are not fenced.
     #[getter]
     fn free_blocks(&self) -> u32 {
         self.lock().blocks().free()
+    }
+
+    /// Blocks of sequences that have left, which a step in flight still needs.
+    #[getter]
+    fn fenced_blocks(&self) -> u32 {
+        self.lock().fenced_blocks()
+    }
+
+    /// Steps in flight.
+    #[getter]
+    fn num_in_flight(&self) -> usize {
+        self.lock().num_in_flight()
     }
 
     /// Slots that nobody holds.
@@ -299,7 +362,9 @@ impl PyLedger {
         let shape = {
             let ledger = self.lock();
             let settings = ledger.settings();
-            (settings.most_step_tokens(), settings.num_slots, settings.num_blocks)
+            let bans = u64::from(settings.num_slots) * u64::from(MOST_BANS);
+            let mask_words = settings.vocab_size.div_ceil(32);
+            (settings.most_step_tokens(), settings.num_slots, settings.num_blocks, bans, mask_words)
         };
         CLASS.import(py, "reprieve.step", "StepShape")?.call1(shape)
     }

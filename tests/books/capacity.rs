@@ -3,6 +3,7 @@
 use _native::ids::SeqId;
 use _native::ledger::{NewSequence, Outcome, ParkBy, Sequence, Settings, State};
 use _native::schedule;
+use _native::victim::Victim;
 
 use crate::engine::{End, Engine};
 use crate::setup::{decode, ledger, prompt, request, settings, submit};
@@ -72,7 +73,7 @@ fn a_victim_is_found_where_all_are_immune_or_constrained() {
             engine.step(|_| 2);
             assert!(seqs.iter().all(|&seq| engine.ledger.get(seq).is_ok_and(Sequence::is_immune)));
         }
-        assert_eq!(schedule::victim(&engine.ledger, 0), Some(seqs[0]));
+        assert_eq!(schedule::victim(&engine.ledger, 0), Victim::Gives(seqs[0]));
     }
 }
 
@@ -81,7 +82,7 @@ fn the_constrained_are_never_parked_where_the_settings_say_so() {
     let settings = Settings { num_blocks: 4, head_room: 0, park_constrained: false, ..settings() };
     let new = NewSequence { constrained: true, ..request(7, 6) };
     let (mut engine, seqs) = prefilled(settings, 100, &[new.clone(), new]);
-    assert_eq!(schedule::victim(&engine.ledger, 100), None);
+    assert_eq!(schedule::victim(&engine.ledger, 100), Victim::Nobody);
     engine.run(20);
     // Both need a third block at once; the first in victim order ends, the other takes what it held.
     assert_eq!(engine.parks, []);
@@ -93,7 +94,7 @@ fn with_nobody_to_park_only_the_row_that_cannot_grow_ends() {
     let settings = Settings { num_blocks: 4, head_room: 0, ..settings() };
     let fixed = |length| NewSequence { replayable: false, ..request(length, 4) };
     let (mut engine, seqs) = prefilled(settings, 0, &[fixed(6), fixed(8)]);
-    assert_eq!(schedule::victim(&engine.ledger, 0), None);
+    assert_eq!(schedule::victim(&engine.ledger, 0), Victim::Nobody);
     assert_eq!(schedule::capacity_row(&engine.ledger), Some(seqs[1]));
     let rows = engine.step(|_| 2);
     assert_eq!(rows.iter().map(|row| row.seq).collect::<Vec<_>>(), [seqs[0]]);
@@ -114,8 +115,8 @@ fn with_one_block_for_two_rows_that_cannot_be_parked_one_ends() {
 #[test]
 fn a_sequence_that_can_only_be_spilled_is_a_victim_while_its_image_fits() {
     let (engine, seqs) = prefilled(settings(), 0, &[NewSequence { replayable: false, ..prompt(9) }, prompt(3)]);
-    assert_eq!(schedule::victim(&engine.ledger, 2), Some(seqs[1]));
-    assert_eq!(schedule::victim(&engine.ledger, 3), Some(seqs[0]));
+    assert_eq!(schedule::victim(&engine.ledger, 2), Victim::Gives(seqs[1]));
+    assert_eq!(schedule::victim(&engine.ledger, 3), Victim::Gives(seqs[0]));
 }
 
 #[test]

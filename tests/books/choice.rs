@@ -3,10 +3,10 @@
 use _native::ids::SeqId;
 use _native::ledger::ParkBy;
 use _native::schedule::ArrivalPlan;
-use _native::victim::{Candidate, Policy};
+use _native::victim::{Candidate, Policy, Victim};
 use proptest::prelude::*;
 
-use crate::model::{Life, Model, Place, number};
+use crate::model::{Left, Life, Model, Place, number};
 use crate::setup::cases;
 
 /// "Only candidates of the lowest priority present; of these the first tier that is not empty: neither immune nor
@@ -36,6 +36,17 @@ pub(crate) fn gives_way(policy: Policy, candidates: &[Candidate]) -> Option<SeqI
     None
 }
 
+/// "Tiers are formed with the fenced included: within its tier an unfenced one is taken; if all of it are fenced, settle
+/// and choose again; a fence never sends the choice to a later tier."
+pub(crate) fn gives_way_unfenced(policy: Policy, candidates: &[Candidate]) -> Victim {
+    let Some(first) = gives_way(policy, candidates) else { return Victim::Nobody };
+    let tier = |one: &Candidate| (one.priority, one.immune, one.constrained);
+    let first = candidates.iter().find(|candidate| candidate.seq == first).expect("one of them");
+    let mut unfenced = candidates.to_vec();
+    unfenced.retain(|candidate| tier(candidate) == tier(first) && !candidate.in_flight);
+    gives_way(policy, &unfenced).map_or(Victim::Settle, Victim::Gives)
+}
+
 /// Everybody in the order of giving way: the choice, then the choice of the others, and so on.
 pub(crate) fn order(policy: Policy, mut candidates: Vec<Candidate>) -> Vec<Candidate> {
     let mut sorted = Vec::new();
@@ -59,7 +70,12 @@ impl Model {
             came_in: life.came_in,
             immune: self.immune(seq),
             constrained: life.new.constrained,
+            in_flight: self.in_flight(seq),
         }
+    }
+
+    fn candidates(&self, seqs: &[usize]) -> Vec<Candidate> {
+        seqs.iter().map(|&seq| self.candidate(seq)).collect()
     }
 
     /// Blocks of its image if there is one to make.
@@ -76,66 +92,91 @@ impl Model {
     }
 
     /// "Never a candidate: one that is neither replayable nor spillable now; one that would free no block." And "with
-    /// `park_constrained=False` the constrained are never parked"; nor is what a step in flight needs.
+    /// `park_constrained=False` the constrained are never parked".
     fn parkable(&self, spill_blocks: u32) -> Vec<usize> {
         let mut parkable = self.residents();
-        parkable.retain(|&seq| self.way(seq, spill_blocks).is_some() && self.held(seq) > 0 && !self.in_step(seq));
+        parkable.retain(|&seq| self.way(seq, spill_blocks).is_some() && self.held(seq) > 0);
         parkable.retain(|&seq| self.settings.park_constrained || !self.lives[seq].new.constrained);
         parkable
     }
 
-    /// The victim; "never the only resident one".
-    pub(crate) fn victim(&self, spill_blocks: u32) -> Option<SeqId> {
-        if self.residents().len() == 1 {
-            return None;
+    /// Whether a step in flight gives blocks back in any case: "a row in flight surely finishes its sequence, or fenced
+    /// remains exist".
+    fn blocks_are_coming(&self) -> bool {
+        !self.remains().is_empty() || self.residents().iter().any(|&seq| self.surely_finishes(seq))
+    }
+
+    /// The victim; "never the only resident one". Where nobody can, whatever is in flight is settled first.
+    pub(crate) fn victim(&self, spill_blocks: u32) -> Victim {
+        if self.blocks_are_coming() {
+            return Victim::Settle;
         }
-        let candidates: Vec<Candidate> = self.parkable(spill_blocks).iter().map(|&seq| self.candidate(seq)).collect();
-        gives_way(self.settings.policy, &candidates)
+        let mut candidates = self.candidates(&self.parkable(spill_blocks));
+        if self.residents().len() == 1 {
+            candidates.clear();
+        }
+        match gives_way_unfenced(self.settings.policy, &candidates) {
+            Victim::Nobody if !self.flights.is_empty() => Victim::Settle,
+            choice => choice,
+        }
     }
 
     /// "The rows that cannot grow end with `capacity`, in victim order."
     pub(crate) fn capacity_row(&self) -> Option<SeqId> {
-        let mut growing = self.residents();
-        growing.retain(|&seq| self.growth(seq) > 0);
-        let candidates: Vec<Candidate> = growing.iter().map(|&seq| self.candidate(seq)).collect();
-        gives_way(self.settings.policy, &candidates)
+        gives_way(self.settings.policy, &self.candidates(&self.growing()))
+    }
+
+    /// Blocks by which it grows next, once what is in flight is done: who has a pending token needs room for it as soon
+    /// as its history is there.
+    fn coming_growth(&self, seq: usize) -> usize {
+        let (life, ahead) = (&self.lives[seq], self.ahead(seq));
+        if life.generated.len() + ahead == 0 || self.surely_finishes(seq) {
+            return 0;
+        }
+        let held = if life.resident() { self.held(seq) } else { self.blocks(life.history()) };
+        self.blocks(life.history_with(ahead) + 1).saturating_sub(held)
     }
 
     /// "Own blocks (whole prompt or whole history) + the blocks by which this step's decode rows grow + `head_room` x
     /// residents, the newcomer included, <= free; own blocks <= free when nothing is resident." The
     /// growth of those that come back, or replay, counts as well: nobody resumes without room to grow.
-    fn fits(&self, head: usize, parked: &[usize]) -> bool {
+    ///
+    /// Counted without those `parked`, and with the slots and blocks of so many `remains`.
+    fn fits(&self, head: usize, parked: &[usize], remains: &[&Left]) -> bool {
         let mut stay = self.residents();
         stay.retain(|seq| !parked.contains(seq));
-        if stay.len() == self.settings.num_slots as usize {
+        if stay.len() + remains.len() >= self.settings.num_slots as usize {
             return false;
         }
-        let life = &self.lives[head];
-        let free = self.settings.num_blocks as usize - stay.iter().map(|&seq| self.held(seq)).sum::<usize>();
-        let own = self.blocks(life.history());
+        let taken = stay.iter().map(|&seq| self.held(seq)).chain(remains.iter().map(|left| left.blocks));
+        let free = self.settings.num_blocks as usize - taken.sum::<usize>();
+        let own = self.blocks(self.lives[head].history());
         if stay.is_empty() {
             return own <= free;
         }
-        // Who has a pending token, newcomer or resident, needs room for it as soon as its history is there.
-        let next = |seq: usize| {
-            let life = &self.lives[seq];
-            if life.generated.is_empty() { 0 } else { self.blocks(life.history() + 1) }
-        };
-        let own_growth = next(head).saturating_sub(own);
-        let growth = stay.iter().map(|&seq| next(seq).saturating_sub(self.held(seq))).sum::<usize>() + own_growth;
+        let growth = stay.iter().chain([&head]).map(|&seq| self.coming_growth(seq)).sum::<usize>();
         own + growth + self.settings.head_room as usize * (stay.len() + 1) <= free
     }
 
     /// "For a head that lacks a slot or blocks, the candidates are the parkable residents of strictly lower priority,
     /// immune ones and the only resident included: lowest priority first, then the policy's order. Count first: if the
     /// head would not fit after parking all of them, nobody is parked; else the fewest of that order."
+    ///
+    /// Fenced remains count as if they were free already; if that is enough, nobody is parked and the head waits. Who
+    /// would be parked stays for now if a step in flight needs it, or gives blocks back.
     pub(crate) fn next_arrival(&self, spill_blocks: u32) -> Option<ArrivalPlan> {
         let head = *self.waiting().first()?;
+        let seq = SeqId(head as u64);
+        if self.fits(head, &[], &self.remains()) {
+            return Some(ArrivalPlan { seq, victims: Vec::new(), settle_first: false });
+        }
+        if self.fits(head, &[], &[]) {
+            return None;
+        }
         let mut lower = self.parkable(spill_blocks);
         lower.retain(|&seq| self.lives[seq].new.priority < self.lives[head].new.priority);
-        let candidates = lower.iter().map(|&seq| self.candidate(seq)).collect();
         let (mut victims, mut left) = (Vec::new(), spill_blocks);
-        for candidate in order(self.settings.policy, candidates) {
+        for candidate in order(self.settings.policy, self.candidates(&lower)) {
             let seq = usize::try_from(candidate.seq.0).expect("a tiny universe");
             let Some(by) = self.way(seq, left) else { continue };
             if by == ParkBy::Spill {
@@ -144,17 +185,19 @@ impl Model {
             victims.push((seq, by));
         }
         let parked: Vec<usize> = victims.iter().map(|&(seq, _)| seq).collect();
-        let fewest = (0..=parked.len()).find(|&count| self.fits(head, &parked[..count]))?;
+        let fewest = (1..=parked.len()).find(|&count| self.fits(head, &parked[..count], &[]))?;
+        let settle_first = self.blocks_are_coming() || parked[..fewest].iter().any(|&seq| self.in_flight(seq));
         let victims = victims[..fewest].iter().map(|&(seq, by)| (SeqId(seq as u64), by)).collect();
-        Some(ArrivalPlan { seq: SeqId(head as u64), victims })
+        Some(ArrivalPlan { seq, victims, settle_first })
     }
 }
 
 fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
-    let one = (-1..2_i32, 0..4_u64, 1..4_u32, any::<(bool, bool)>());
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    let one = (-1..2_i32, 0..4_u64, 1..4_u32, flags);
     let shuffled = Just((0..8_u32).collect::<Vec<_>>()).prop_shuffle();
     (prop::collection::vec(one, 0..8), shuffled.clone(), shuffled).prop_map(|(measures, slots, arrivals)| {
-        let candidate = |(index, (priority, generated, frees, (immune, constrained)))| Candidate {
+        let candidate = |(index, (priority, generated, frees, (immune, constrained, in_flight)))| Candidate {
             seq: SeqId(index as u64),
             slot: _native::ids::SlotId(slots[index]),
             priority,
@@ -163,6 +206,7 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
             came_in: u64::from(arrivals[index]),
             immune,
             constrained,
+            in_flight,
         };
         measures.into_iter().enumerate().map(candidate).collect()
     })
@@ -175,6 +219,7 @@ proptest! {
     fn each_policy_orders_candidates_as_the_sentences_say(mut candidates in candidates()) {
         for policy in [Policy::FewestGenerated, Policy::Newest, Policy::Largest] {
             prop_assert_eq!(policy.choose(&candidates), gives_way(policy, &candidates));
+            prop_assert_eq!(policy.choose_settled(&candidates), gives_way_unfenced(policy, &candidates));
             let expected = order(policy, candidates.clone());
             policy.sort(&mut candidates);
             prop_assert_eq!(&candidates, &expected);

@@ -1,6 +1,7 @@
-//! A device that stores, in each KV position, whose token it is: it shows at once if the books mix anything up.
+//! A device that computes a step only when it is settled, and stores, in each KV position, whose token it is: it shows
+//! at once if the books mix anything up, or give anything away that a step in flight needs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use _native::ids::{BlockId, SeqId, TokenId};
 use _native::ledger::{Ledger, StepArrays};
@@ -8,16 +9,35 @@ use _native::ledger::{Ledger, StepArrays};
 /// Sequence, position in it, token.
 type Cell = Option<(u64, usize, TokenId)>;
 
-/// Block tables per slot, the pool, and the spilled images.
+/// A row that was launched: its pool cells from position 0 on, as the block table was then.
+#[derive(Debug)]
+struct Row {
+    seq: u64,
+    slot: usize,
+    start: usize,
+    cells: Vec<usize>,
+    /// A token of each new position; None for the one in the feed cell.
+    inputs: Vec<Option<TokenId>>,
+    reads: bool,
+}
+
+#[derive(Debug)]
+struct Flight {
+    rows: Vec<Row>,
+    told_before: Vec<usize>,
+}
+
+/// Block tables and feed cells per slot, the pool, the steps in flight, and the spilled images.
 #[derive(Debug)]
 pub(crate) struct Device {
     block_size: usize,
     tables: Vec<Vec<i32>>,
     /// How many entries of the slot's table the present occupant was told of.
     told: Vec<usize>,
-    told_before: Vec<usize>,
+    /// The token that was read back last in each slot; None where there was none.
+    feeds: Vec<Option<TokenId>>,
     pool: Vec<Cell>,
-    launched: Vec<usize>,
+    flights: VecDeque<Flight>,
     images: BTreeMap<SeqId, Vec<Cell>>,
 }
 
@@ -33,15 +53,21 @@ impl Device {
             block_size: settings.block_size as usize,
             tables: vec![Vec::new(); slots],
             told: vec![0; slots],
-            told_before: vec![0; slots],
+            feeds: vec![None; slots],
             pool: vec![None; settings.num_blocks as usize * settings.block_size as usize],
-            launched: Vec::new(),
+            flights: VecDeque::new(),
             images: BTreeMap::new(),
         }
     }
 
-    /// Somebody new sits in the slot.
-    pub(crate) fn seat(&mut self, slot: usize) {
+    /// Somebody new sits in the slot, on these blocks. No step in flight may need any of them.
+    pub(crate) fn seat(&mut self, slot: usize, blocks: &[BlockId]) {
+        let cells: BTreeSet<usize> = self.cells(blocks).into_iter().collect();
+        for row in self.flights.iter().flat_map(|flight| &flight.rows) {
+            assert_ne!(row.slot, slot, "slot {slot} is given away while a step in flight needs it");
+            let given_away = row.cells.iter().any(|cell| cells.contains(cell));
+            assert!(!given_away, "blocks are given away while a step in flight needs them");
+        }
         self.told[slot] = 0;
     }
 
@@ -71,9 +97,10 @@ impl Device {
         self.images.remove(&seq);
     }
 
-    /// Applies the table changes, each an append; writes every new position; reads every position back.
+    /// Takes a step: its table changes, each an append, and which cells it will read and write. A block that another
+    /// sequence's step in flight needs is none of them.
     pub(crate) fn launch(&mut self, arrays: &StepArrays, ledger: &Ledger) {
-        self.told_before.clone_from(&self.told);
+        let told_before = self.told.clone();
         for &[slot, entry, block] in &arrays.table_changes {
             let (slot, entry) = (index(slot), index(entry));
             assert_eq!(entry, self.told[slot], "an entry of slot {slot} is not appended");
@@ -81,48 +108,73 @@ impl Device {
             self.tables[slot].push(block);
             self.told[slot] += 1;
         }
-        self.launched.clear();
-        let mut token = 0;
+        let (mut rows, mut token) = (Vec::new(), 0);
         for row in 0..arrays.slots.len() {
             let (slot, start, num_new) =
                 (index(arrays.slots[row]), index(arrays.starts[row]), index(arrays.num_new[row]));
             assert_eq!(index(arrays.kv_lengths[row]), start + num_new);
             assert!(row == 0 || arrays.slots[row - 1] < arrays.slots[row], "rows stand in slot order");
+            let positions: Vec<usize> =
+                arrays.positions[token..token + num_new].iter().map(|&position| index(position)).collect();
+            assert_eq!(positions, (start..start + num_new).collect::<Vec<_>>());
+            let fed = &arrays.token_ids[token..token + num_new];
+            assert!(num_new == 1 || fed.iter().all(|&id| id >= 0), "only a row of one token is fed");
+            let inputs =
+                fed.iter().map(|&id| if id == -1 { None } else { Some(TokenId::try_from(id).expect("an id")) });
             let sequence = ledger.get(SeqId(arrays.seqs[row])).expect("a row's sequence is live");
-            for position in start..start + num_new {
-                assert_eq!(index(arrays.positions[token]), position);
-                let fed = TokenId::try_from(arrays.token_ids[token]).expect("an id");
-                let cell = self.cell(slot, position);
-                self.pool[cell] = Some((arrays.seqs[row], position, fed));
-                self.launched.push(cell);
-                token += 1;
-            }
-            for (position, &expected) in sequence.tokens()[..start + num_new].iter().enumerate() {
-                let read = self.pool[self.cell(slot, position)];
-                assert_eq!(read, Some((arrays.seqs[row], position, expected)), "what row {row} reads");
-            }
-            let told: Vec<i32> = sequence.table().iter().map(|block| block.0.cast_signed()).collect();
+            let table: Vec<i32> = sequence.table().iter().map(|block| block.0.cast_signed()).collect();
             // Entries past those are what a step that was handed back had appended.
-            let read = &self.tables[slot][..self.told[slot]];
-            assert_eq!(read, told, "the table of slot {slot} is the one in the books");
+            assert_eq!(self.tables[slot][..self.told[slot]], table, "the table of slot {slot} is the one in the books");
+            rows.push(Row {
+                seq: arrays.seqs[row],
+                slot,
+                start,
+                cells: (0..start + num_new).map(|position| self.cell(slot, position)).collect(),
+                inputs: inputs.collect(),
+                reads: arrays.readback[row] == 1,
+            });
+            token += num_new;
         }
         assert_eq!((token, token), (arrays.token_ids.len(), arrays.positions.len()));
+        for other in self.flights.iter().flat_map(|flight| &flight.rows) {
+            let shares = |row: &Row| row.cells.iter().any(|cell| other.cells.contains(cell));
+            assert!(rows.iter().all(|row| row.seq == other.seq || !shares(row)), "a step needs blocks of another's");
+        }
+        self.flights.push_back(Flight { rows, told_before });
     }
 
     fn cell(&self, slot: usize, position: usize) -> usize {
         index(self.tables[slot][position / self.block_size]) * self.block_size + position % self.block_size
     }
 
-    /// The step failed: what it wrote is worth nothing.
+    /// The newest step was not launched, or failed: what it may have written is worth nothing.
     pub(crate) fn hand_back(&mut self) {
-        self.told.clone_from(&self.told_before);
-        for cell in self.launched.drain(..) {
-            self.pool[cell] = None;
+        let flight = self.flights.pop_back().expect("a step is in flight");
+        for row in flight.rows {
+            self.told[row.slot] = flight.told_before[row.slot];
+            for cell in &row.cells[row.start..] {
+                self.pool[*cell] = None;
+            }
         }
     }
 
-    pub(crate) fn settle(&mut self) {
-        self.launched.clear();
+    /// Computes the oldest step, whose rows come to `tokens`: writes every new position, reads every position back.
+    pub(crate) fn settle(&mut self, tokens: &[i32]) {
+        let flight = self.flights.pop_front().expect("a step is in flight");
+        for (row, &token) in flight.rows.iter().zip(tokens) {
+            for (offset, input) in row.inputs.iter().enumerate() {
+                // A feed cell without a token is fed to an over-run only; it is computed with any.
+                let fed = input.or(self.feeds[row.slot]).unwrap_or_default();
+                self.pool[row.cells[row.start + offset]] = Some((row.seq, row.start + offset, fed));
+            }
+            for (position, &cell) in row.cells.iter().enumerate() {
+                let whose = self.pool[cell].map(|(seq, position, _)| (seq, position));
+                assert_eq!(whose, Some((row.seq, position)), "what a row reads");
+            }
+            if row.reads {
+                self.feeds[row.slot] = TokenId::try_from(token).ok();
+            }
+        }
     }
 
     /// Every committed position, resident or spilled, holds that sequence's token.

@@ -2,7 +2,7 @@
 
 use _native::error::{BooksError, NotParkable, Problem};
 use _native::ids::SeqId;
-use _native::ledger::{Ledger, NewSequence, ParkBy, Reuse, Settings, StepArrays};
+use _native::ledger::{Ledger, NewSequence, Outcome, ParkBy, Reuse, Settings, State, StepArrays};
 use _native::schedule;
 
 use crate::setup::{decode, ledger, prompt, settings, submit};
@@ -87,9 +87,11 @@ fn calls_out_of_order_are_refused_and_change_nothing() {
     let counts: Call = |books| books.counts().map(|_| ());
     let commit: Call = |books| books.commit(&[2; 4], &mut Vec::new());
     let open: [Call; 4] = [Ledger::reserve, fill, counts, commit];
+    let park: Call = |books| books.park(SeqId(0), ParkBy::Spill);
+    let release: Call = |books| books.release(SeqId(0), Reuse::Keep).map(|_| ());
     let picked: [Call; 3] = [fill, counts, commit];
-    let reserved: [Call; 4] = [pick, admit, Ledger::reserve, commit];
-    let flying: [Call; 5] = [pick, admit, Ledger::reserve, fill, counts];
+    let reserved: [Call; 6] = [pick, admit, Ledger::reserve, commit, park, release];
+    let flying: [Call; 3] = [Ledger::reserve, fill, counts];
     let mut books = mixed();
     submit(&mut books, &prompt(1));
     let refuses = |books: &mut Ledger, calls: &[Call]| {
@@ -117,7 +119,7 @@ fn a_plan_made_before_the_residents_changed_is_refused() {
         |books| books.park(SeqId(0), ParkBy::Replay).expect("it is resident"),
         |books| assert_eq!(books.release(SeqId(3), Reuse::Keep), Ok(true)),
         |books| books.drop_image(SeqId(1)).expect("it is replayable"),
-        |books| books.hand_back(),
+        |books| assert_eq!(books.hand_back(), []),
     ];
     for (index, change) in changes.iter().enumerate() {
         let mut books = mixed();
@@ -129,28 +131,50 @@ fn a_plan_made_before_the_residents_changed_is_refused() {
 }
 
 #[test]
-fn what_a_step_in_flight_needs_stays() {
+fn what_is_reserved_stays_until_it_is_filled_or_handed_back() {
     let mut books = mixed();
     let queued = submit(&mut books, &prompt(1));
     reserve(&mut books);
-    for filled in [false, true] {
-        if filled {
-            books.fill(&mut StepArrays::default()).expect("reserved");
+    let before = format!("{books:?}");
+    for seq in (0..4).map(SeqId) {
+        assert!(matches!(books.release(seq, Reuse::Discard), Err(BooksError::Misused(_))));
+        assert_eq!(books.drop_image(seq), Err(BooksError::InFlight(seq)));
+        for by in [ParkBy::Spill, ParkBy::Replay] {
+            assert!(books.park(seq, by).is_err());
         }
-        let before = format!("{books:?}");
-        for seq in (0..4).map(SeqId) {
-            assert_eq!(books.release(seq, Reuse::Discard), Err(BooksError::InFlight(seq)));
-            assert_eq!(books.drop_image(seq), Err(BooksError::InFlight(seq)));
-            for by in [ParkBy::Spill, ParkBy::Replay] {
-                assert!(books.park(seq, by).is_err());
-            }
-            assert_eq!(schedule::victim(&books, 100), None);
-        }
-        assert_eq!(format!("{books:?}"), before);
     }
+    assert_eq!(format!("{books:?}"), before);
     assert_eq!(books.release(queued, Reuse::Discard), Ok(true));
-    books.commit(&[2; 4], &mut Vec::new()).expect("in flight");
+    assert_eq!(books.hand_back(), [0, 1, 2, 3].map(SeqId));
     books.check();
+}
+
+#[test]
+fn who_is_in_flight_may_leave_at_once_and_what_it_held_stays_until_the_step_is_settled() {
+    for handed_back in [false, true] {
+        let mut books = mixed();
+        reserve(&mut books);
+        books.fill(&mut StepArrays::default()).expect("reserved");
+        let free = (books.blocks().free(), books.free_slots());
+        books.park(SeqId(0), ParkBy::Spill).expect("it has an image");
+        assert_eq!(books.release(SeqId(3), Reuse::Discard), Ok(true));
+        assert_eq!(books.drop_image(SeqId(1)), Err(BooksError::InFlight(SeqId(1))));
+        // Three blocks of the decode over an edge, eight of the long prompt.
+        assert_eq!((books.fenced_blocks(), books.fenced_slots()), (3 + 8, 2));
+        assert_eq!((books.blocks().free(), books.free_slots()), free);
+        assert_eq!(books.get(SeqId(0)).map(|one| (one.state(), one.committed())), Ok((State::ParkedSpill, 8)));
+        books.check();
+        if handed_back {
+            assert_eq!(books.hand_back(), [SeqId(1), SeqId(2)]);
+        } else {
+            let mut outcomes = Vec::new();
+            books.commit(&[2; 4], &mut outcomes).expect("in flight");
+            assert_eq!(outcomes, [Outcome::OverRun, Outcome::Token, Outcome::Token, Outcome::OverRun]);
+        }
+        assert_eq!((books.fenced_blocks(), books.fenced_slots()), (0, 0));
+        assert_eq!((books.blocks().free(), books.free_slots()), (free.0 + 11, free.1 + 2));
+        books.check();
+    }
 }
 
 #[test]
@@ -189,4 +213,27 @@ fn a_way_that_is_not_open_is_refused_with_its_reason() {
     assert_eq!(books.park(seq, ParkBy::Replay), not_replayable);
     assert_eq!(books.drop_image(seq), not_replayable);
     assert_eq!(format!("{books:?}"), before);
+}
+
+#[test]
+fn steps_in_flight_are_handed_back_newest_first_and_each_exactly() {
+    let (untouched, mut books) = (mixed(), mixed());
+    let mut before = Vec::new();
+    for rows in [4, 3, 3] {
+        // The long prompt ends with the second step; who decodes, or has just got a token, feeds on what is in flight.
+        before.push(format!("{books:?}"));
+        assert!(schedule::pick_rows(&mut books).is_ok_and(|picked| picked >= rows));
+        books.reserve().expect("there is room");
+        books.fill(&mut StepArrays::default()).expect("reserved");
+        books.check();
+    }
+    for untaken in before.iter().rev() {
+        let seqs = books.hand_back();
+        assert!(seqs.len() >= 3);
+        books.check();
+        let state = |books: &str| books.split_once(", step: StepBook").map(|(state, _)| state.to_owned());
+        assert_eq!(state(&format!("{books:?}")), state(untaken));
+    }
+    assert_eq!(books, untouched);
+    assert_eq!((books.hand_back(), books.num_in_flight()), (Vec::new(), 0));
 }

@@ -1,52 +1,105 @@
-//! The step of the moment in the naive model: which rows, and what each comes to.
+//! The steps of the naive model: which rows the next one has, and what each row comes to.
 
 use _native::error::{BooksError, Problem, Shortage};
-use _native::ids::TokenId;
+use _native::ids::{SeqId, TokenId};
 use _native::ledger::Outcome;
 
-use crate::model::{MISUSED, Model, Place, Share, Step, number};
+use crate::model::{MISUSED, Model, Place, Share, Step, number, seq_id};
+
+/// What a resident has to do next, once all that is in flight is done.
+enum Next {
+    /// So many tokens that the host knows.
+    Chunk(usize),
+    Decode,
+    /// What is in flight finishes it.
+    Nothing,
+    /// It needs to hear from the host first.
+    SitOut,
+}
 
 impl Model {
-    /// Decodes first, then at least one tile for the oldest unfinished, even over the budget, then more chunks.
-    pub(crate) fn shares(&self) -> Vec<Share> {
+    fn next(&self, seq: usize) -> Next {
+        let (life, ahead, reserved) = (&self.lives[seq], self.ahead(seq), self.reserved(seq));
+        if reserved < life.history() {
+            return Next::Chunk(life.history() - reserved);
+        }
+        // "At most one sampling row in flight, and only once its mask is there."
+        let mask_lacks = life.new.constrained && (ahead > 0 || !life.mask_ready);
+        // "One whose thinking has not ended has at most one unknown token ahead."
+        let end_unseen = life.may_be_thinking() && ahead > 1;
+        match () {
+            () if self.surely_finishes(seq) => Next::Nothing,
+            () if mask_lacks || end_unseen => Next::SitOut,
+            () => Next::Decode,
+        }
+    }
+
+    /// Decodes first, then at least one tile for the oldest unfinished, even over the budget, then more chunks. And
+    /// who sat out.
+    fn shares(&self) -> (Vec<Share>, Vec<usize>) {
+        let (mut shares, mut sat_out, mut chunks) = (Vec::new(), Vec::new(), Vec::new());
         let mut oldest_first = self.residents();
         oldest_first.sort_unstable();
-        let (decodes, chunks): (Vec<usize>, Vec<usize>) =
-            oldest_first.into_iter().partition(|&seq| self.lives[seq].decoding());
-        let mut budget = (self.settings.step_tokens as usize).saturating_sub(decodes.len());
-        let mut shares: Vec<Share> = decodes.iter().map(|&seq| self.share(seq, 1)).collect();
-        for (place, &seq) in chunks.iter().enumerate() {
-            let most = if place == 0 { budget.max(self.settings.row_tile as usize) } else { budget };
-            let num_new = most.min(self.lives[seq].history() - self.lives[seq].committed);
-            budget = budget.saturating_sub(num_new);
-            if num_new > 0 {
-                shares.push(self.share(seq, num_new));
+        for seq in oldest_first {
+            match self.next(seq) {
+                Next::Chunk(left) => chunks.push((seq, left)),
+                Next::Decode => shares.push(self.share(seq, 1)),
+                Next::Nothing => {}
+                Next::SitOut => sat_out.push(seq),
             }
         }
+        let mut budget = (self.settings.step_tokens as usize).saturating_sub(shares.len());
+        let mut tile = self.settings.row_tile as usize;
+        for (seq, left) in chunks {
+            let num_new = left.min(budget.max(tile));
+            if num_new == 0 {
+                continue;
+            }
+            let share = self.share(seq, num_new);
+            if share.samples && self.lives[seq].new.constrained && !self.lives[seq].mask_ready {
+                sat_out.push(seq);
+                continue;
+            }
+            (budget, tile) = (budget.saturating_sub(num_new), 0);
+            shares.push(share);
+        }
         shares.sort_by_key(|share| share.slot);
-        shares
+        sat_out.sort_by_key(|&seq| self.residents().iter().position(|&other| other == seq));
+        (shares, sat_out)
     }
 
     fn share(&self, seq: usize, num_new: usize) -> Share {
-        let life = &self.lives[seq];
+        let (life, start, unknown) = (&self.lives[seq], self.reserved(seq), self.ahead(seq));
         let Place::Slot(slot) = life.place else { unreachable!("only residents have rows") };
-        let first_token = life.generated.is_empty() && life.committed + num_new == life.history();
-        Share { seq, slot, start: life.committed, num_new, samples: life.decoding() || first_token }
+        let decodes = start >= life.history();
+        let first_token = life.generated.is_empty() && start + num_new == life.history();
+        Share { seq, stay: life.came_in, slot, start, num_new, samples: decodes || first_token, unknown }
     }
 
     pub(crate) fn pick(&mut self) -> Result<usize, BooksError> {
-        if matches!(self.step, Step::Reserved(_) | Step::Flying(_)) {
+        if matches!(self.step, Step::Reserved(_)) {
             return Err(MISUSED);
         }
-        let shares = self.shares();
+        let (shares, sat_out) = self.shares();
         let count = shares.len();
-        self.step = Step::Picked(shares);
+        (self.step, self.sat_out) = (Step::Picked(shares), sat_out);
         Ok(count)
+    }
+
+    /// Blocks by which a picked row grows.
+    pub(crate) fn growth(&self, row: &Share) -> usize {
+        self.blocks(row.start + row.num_new).saturating_sub(self.held(row.seq))
+    }
+
+    /// The rows of the next step that need a block, in slot order.
+    pub(crate) fn growing(&self) -> Vec<usize> {
+        let (rows, _) = self.shares();
+        rows.iter().filter(|row| self.growth(row) > 0).map(|row| row.seq).collect()
     }
 
     pub(crate) fn reserve(&mut self) -> Result<(), BooksError> {
         let Step::Picked(rows) = &self.step else { return Err(MISUSED) };
-        let (needed, free) = (rows.iter().map(|row| self.growth(row.seq)).sum::<usize>(), self.free_blocks());
+        let (needed, free) = (rows.iter().map(|row| self.growth(row)).sum::<usize>(), self.free_blocks());
         if needed > free {
             return Err(BooksError::Exhausted(Shortage { needed: number(needed), free: number(free) }));
         }
@@ -56,18 +109,42 @@ impl Model {
 
     pub(crate) fn fill(&mut self) -> Result<(), BooksError> {
         let Step::Reserved(rows) = &self.step else { return Err(MISUSED) };
-        self.step = Step::Flying(rows.clone());
+        self.flights.push_back(rows.clone());
+        self.step = Step::Open;
         Ok(())
     }
 
-    pub(crate) fn hand_back(&mut self) {
-        if matches!(self.step, Step::Reserved(_) | Step::Flying(_)) {
-            self.step = Step::Open;
+    /// What each row of the newest step must not choose: (row, id, after).
+    pub(crate) fn bans(&self) -> Vec<[i32; 3]> {
+        let mut bans = Vec::new();
+        for (index, row) in self.flights.back().into_iter().flatten().enumerate() {
+            let index = i32::try_from(index).expect("few");
+            if row.samples {
+                let of_row = self.lives[row.seq].bans(row.unknown);
+                bans.extend(of_row.into_iter().map(|(id, after)| [index, id, after]));
+            }
         }
+        bans
+    }
+
+    /// The sequences of the rows of the newest step that are no over-runs.
+    pub(crate) fn hand_back(&mut self) -> Vec<SeqId> {
+        let rows =
+            if let Step::Reserved(rows) = &self.step { Some(rows.clone()) } else { self.flights.back().cloned() };
+        let Some(rows) = rows else { return Vec::new() };
+        let live = rows.iter().filter(|row| self.is_live(row)).map(|row| seq_id(row.seq)).collect();
+        if !matches!(self.step, Step::Reserved(_)) {
+            self.flights.pop_back();
+        }
+        self.step = Step::Open;
+        live
     }
 
     pub(crate) fn commit(&mut self, tokens: &[i32]) -> Result<Vec<Outcome>, BooksError> {
-        let Step::Flying(rows) = &self.step else { return Err(MISUSED) };
+        if matches!(self.step, Step::Reserved(_)) {
+            return Err(MISUSED);
+        }
+        let Some(rows) = self.flights.front() else { return Err(MISUSED) };
         let (given, needed, vocab_size) = (tokens.len(), rows.len(), self.settings.vocab_size);
         if given < needed {
             return Err(BooksError::invalid("tokens", Problem::TooShort { given, needed }));
@@ -79,30 +156,34 @@ impl Model {
             }
         }
         let rows = rows.clone();
-        self.step = Step::Open;
-        Ok(rows.iter().zip(tokens).map(|(row, &token)| self.settle(row, token)).collect())
+        self.forget_plan();
+        let outcomes = rows.iter().zip(tokens).map(|(row, &token)| self.settle(row, token)).collect();
+        self.flights.pop_front();
+        Ok(outcomes)
     }
 
     fn settle(&mut self, row: &Share, token: i32) -> Outcome {
+        if !self.is_live(row) {
+            return Outcome::OverRun;
+        }
         let context = self.settings.context_length as usize;
-        let life = &mut self.lives[row.seq];
         if row.samples && token < 0 {
-            life.place = Place::Ended;
+            self.leave(row.seq, Place::Ended);
             return if token == -1 { Outcome::NothingAllowed } else { Outcome::Nan };
         }
+        let life = &mut self.lives[row.seq];
         life.committed += row.num_new;
         if !row.samples {
             return Outcome::Chunk;
         }
         life.generated.push(TokenId::try_from(token).expect("not negative"));
-        let used_up = life.generated.len() as u64 == life.new.max_new_tokens || life.history() == context;
+        life.mask_ready = false;
         let outcome = match () {
             () if life.new.stop_token_ids.contains(&i64::from(token)) => Outcome::Stop,
-            // No position is left for the pending token.
-            () if used_up => Outcome::Length,
+            () if life.used_up_by(life.generated.len(), context) => Outcome::Length,
             () => return Outcome::Token,
         };
-        life.place = Place::Ended;
+        self.leave(row.seq, Place::Ended);
         outcome
     }
 }

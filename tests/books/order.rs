@@ -10,6 +10,11 @@ use _native::schedule::{self, ArrivalPlan};
 use crate::engine::{End, Engine};
 use crate::setup::{decode, ledger, prompt, request, settings, submit};
 
+/// A plan that may be carried out at once.
+fn parking(seq: SeqId, victims: Vec<(SeqId, ParkBy)>) -> ArrivalPlan {
+    ArrivalPlan { seq, victims, settle_first: false }
+}
+
 fn urgent(new: NewSequence) -> NewSequence {
     NewSequence { priority: 1, ..new }
 }
@@ -69,7 +74,7 @@ fn nobody_is_parked_for_a_head_that_would_not_fit_all_the_same() {
     ledger.release(head, Reuse::Discard).expect("it waits");
     let head = submit(&mut ledger, &urgent(prompt(8)));
     let victims = vec![(SeqId(1), ParkBy::Replay)];
-    assert_eq!(schedule::next_arrival(&ledger, 100), Some(ArrivalPlan { seq: head, victims }));
+    assert_eq!(schedule::next_arrival(&ledger, 100), Some(parking(head, victims)));
 }
 
 #[test]
@@ -86,14 +91,14 @@ fn the_fewest_give_way_to_a_priority_immune_ones_and_the_only_one_too() {
     let head = submit(&mut ledger, &urgent(prompt(16)));
     // The lowest priority first, though immune; then whoever has generated the fewest: its image no longer fits.
     let victims = vec![(SeqId(2), ParkBy::Spill), (SeqId(1), ParkBy::Replay)];
-    assert_eq!(schedule::next_arrival(&ledger, 2), Some(ArrivalPlan { seq: head, victims }));
+    assert_eq!(schedule::next_arrival(&ledger, 2), Some(parking(head, victims)));
     for other in [0, 1] {
         ledger.release(SeqId(other), Reuse::Discard).expect("it is resident");
     }
     ledger.release(head, Reuse::Discard).expect("it waits");
     let whole = submit(&mut ledger, &urgent(prompt(48)));
     let victims = vec![(SeqId(2), ParkBy::Spill)];
-    assert_eq!(schedule::next_arrival(&ledger, 2), Some(ArrivalPlan { seq: whole, victims }));
+    assert_eq!(schedule::next_arrival(&ledger, 2), Some(parking(whole, victims)));
 }
 
 #[test]
@@ -106,7 +111,7 @@ fn one_whose_image_no_longer_fits_is_passed_over_for_a_priority() {
     decode(&mut ledger);
     let head = submit(&mut ledger, &urgent(prompt(12)));
     let victims = vec![(SeqId(0), ParkBy::Spill), (SeqId(2), ParkBy::Replay)];
-    assert_eq!(schedule::next_arrival(&ledger, 3), Some(ArrivalPlan { seq: head, victims }));
+    assert_eq!(schedule::next_arrival(&ledger, 3), Some(parking(head, victims)));
     assert_eq!(schedule::next_arrival(&ledger, 1), None);
 }
 

@@ -34,9 +34,8 @@ pub(crate) fn prompt(length: usize) -> NewSequence {
         prompt: vec![1; length],
         max_new_tokens: 1_000,
         priority: 0,
-        stop_token_ids: Vec::new(),
         replayable: true,
-        constrained: false,
+        ..NewSequence::default()
     }
 }
 

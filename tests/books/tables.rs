@@ -24,8 +24,8 @@ fn step(ledger: &mut Ledger, token: i32) -> (Vec<Row>, StepArrays) {
     let mut arrays = StepArrays::default();
     schedule::pick_rows(ledger).expect("no step is in flight");
     ledger.reserve().expect("the blocks are there");
-    ledger.fill(&mut arrays).expect("reserved");
     let rows = ledger.rows().to_vec();
+    ledger.fill(&mut arrays).expect("reserved");
     ledger.commit(&vec![token; rows.len()], &mut Vec::new()).expect("in flight");
     ledger.check();
     (rows, arrays)

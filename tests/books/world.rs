@@ -4,20 +4,21 @@ use std::collections::BTreeMap;
 
 use _native::error::BooksError;
 use _native::ids::SeqId;
-use _native::ledger::{Arrival, Ledger, NewSequence, Outcome, ParkBy, Readback, Reuse, Sequence, Settings, StepArrays};
+use _native::ledger::{Arrival, Ledger, NewSequence, Outcome, ParkBy, Reuse, Settings, StepArrays};
 use _native::schedule::{self, ArrivalPlan};
 
 use crate::device::Device;
-use crate::model::{MISUSED, Model, Place, Step, number};
+use crate::model::{MISUSED, Model, Step, seq_id as id};
 
 /// All three.
 pub(crate) struct World {
     pub(crate) ledger: Ledger,
     pub(crate) model: Model,
-    device: Device,
-    arrays: StepArrays,
-    /// The books just before `reserve`, unless they have changed otherwise since.
-    before_reserve: Option<String>,
+    pub(crate) device: Device,
+    pub(crate) arrays: StepArrays,
+    /// The books just before `reserve` of each step that is reserved or in flight, the oldest first. None are left once
+    /// the books have changed otherwise.
+    before_reserve: Vec<String>,
     /// How often each operation was done, and refused.
     pub(crate) seen: BTreeMap<(&'static str, bool), u32>,
 }
@@ -29,10 +30,6 @@ fn without_step(ledger: &Ledger) -> String {
     books.to_owned()
 }
 
-fn id(seq: usize) -> SeqId {
-    SeqId(seq as u64)
-}
-
 impl World {
     pub(crate) fn new(settings: Settings) -> Self {
         let ledger = Ledger::new(settings.clone()).expect("the universe is in bounds");
@@ -42,7 +39,7 @@ impl World {
             model: Model::new(settings),
             device,
             arrays: StepArrays::default(),
-            before_reserve: None,
+            before_reserve: Vec::new(),
             seen: BTreeMap::new(),
         }
     }
@@ -66,26 +63,28 @@ impl World {
         assert_eq!(done, naive(&mut self.model));
         if done.is_err() {
             assert_eq!(format!("{:?}", self.ledger), before, "a refused call changed something");
-        } else if !matches!(self.model.step, Step::Reserved(_) | Step::Flying(_)) {
-            self.before_reserve = None;
+        } else if !matches!(name, "pick" | "reserve" | "fill") {
+            self.before_reserve.clear();
         }
         self.saw(name, done.is_ok());
         done.ok()
     }
 
-    fn saw(&mut self, name: &'static str, done: bool) {
+    pub(crate) fn saw(&mut self, name: &'static str, done: bool) {
         *self.seen.entry((name, done)).or_default() += 1;
     }
 
     pub(crate) fn submit(&mut self, new: &NewSequence) -> Option<SeqId> {
-        self.before_reserve = None;
         self.both("submit", |ledger| ledger.submit(new), |model| model.submit(new))
     }
 
     pub(crate) fn admit(&mut self, seq: usize) -> Option<Arrival> {
         let arrival = self.both("admit", |ledger| ledger.admit(id(seq)), |model| model.admit(seq))?;
-        let slot = self.ledger.get(id(seq)).expect("live").slot().expect("a resident has a slot");
-        self.device.seat(slot.index());
+        let real = self.ledger.get(id(seq)).expect("live");
+        self.device.seat(real.slot().expect("a resident has a slot").index(), real.table());
+        if !self.model.flights.is_empty() {
+            self.saw("admit ahead", true);
+        }
         if arrival == Arrival::Restore {
             self.saw("restore", true);
             self.device.scatter(id(seq), self.ledger.image_blocks(id(seq)).expect("live"));
@@ -94,17 +93,19 @@ impl World {
     }
 
     pub(crate) fn drop_image(&mut self, seq: usize) {
-        self.before_reserve = None;
         if self.both("drop_image", |ledger| ledger.drop_image(id(seq)), |model| model.drop_image(seq)).is_some() {
             self.device.drop_image(id(seq));
         }
     }
 
     pub(crate) fn park(&mut self, seq: usize, by: ParkBy) -> bool {
-        self.before_reserve = None;
+        let fenced = self.model.lives.get(seq).is_some() && self.model.in_flight(seq);
         let blocks = self.ledger.image_blocks(id(seq)).map(<[_]>::to_vec);
         let name = if by == ParkBy::Spill { "spill" } else { "replay" };
         let parked = self.both(name, |ledger| ledger.park(id(seq), by), |model| model.park(seq, by)).is_some();
+        if parked && fenced {
+            self.saw("park ahead", true);
+        }
         if parked && by == ParkBy::Spill {
             // The books do not touch the pool, so the copy may come after.
             self.device.gather(id(seq), &blocks.expect("it was resident"));
@@ -113,27 +114,36 @@ impl World {
     }
 
     pub(crate) fn resume(&mut self, seq: usize) {
-        self.before_reserve = None;
         self.both("resume", |ledger| ledger.resume(id(seq)), |model| model.resume(seq));
     }
 
     pub(crate) fn release(&mut self, seq: usize, reuse: Reuse) {
-        self.before_reserve = None;
+        if self.model.lives.get(seq).is_some() && self.model.in_flight(seq) {
+            self.saw("release ahead", true);
+        }
         let released = self.both("release", |ledger| ledger.release(id(seq), reuse), |model| model.release(seq));
         if released == Some(true) {
             self.device.drop_image(id(seq));
         }
     }
 
+    pub(crate) fn mask_ready(&mut self, seq: usize) {
+        self.both("mask_ready", |ledger| ledger.mask_ready(id(seq)), |model| model.mask_ready(seq));
+    }
+
     pub(crate) fn pick(&mut self) -> Option<usize> {
-        self.both("pick", schedule::pick_rows, Model::pick)
+        let picked = self.both("pick", schedule::pick_rows, Model::pick);
+        if picked.is_some() && !self.model.sat_out.is_empty() {
+            self.saw("sit out", true);
+        }
+        picked
     }
 
     pub(crate) fn reserve(&mut self) -> bool {
         let before = without_step(&self.ledger);
         let done = self.both("reserve", Ledger::reserve, Model::reserve).is_some();
         if done {
-            self.before_reserve = Some(before);
+            self.before_reserve.push(before);
         }
         done
     }
@@ -146,29 +156,37 @@ impl World {
         if done {
             let counts = counts.expect("reserved");
             assert_eq!(
-                (counts.rows, counts.tokens, counts.table_changes),
-                (self.arrays.seqs.len(), self.arrays.token_ids.len(), self.arrays.table_changes.len())
+                (counts.rows, counts.tokens, counts.table_changes, counts.bans),
+                (
+                    self.arrays.seqs.len(),
+                    self.arrays.token_ids.len(),
+                    self.arrays.table_changes.len(),
+                    self.arrays.bans.len()
+                )
             );
             assert!(counts.tokens <= self.ledger.settings().most_step_tokens() as usize);
+            self.compare_fed();
             self.device.launch(&self.arrays, &self.ledger);
         }
         done
     }
 
-    pub(crate) fn hand_back(&mut self) {
-        let flying = matches!(self.model.step, Step::Flying(_));
+    pub(crate) fn hand_back(&mut self) -> Vec<SeqId> {
         let reserved = matches!(self.model.step, Step::Reserved(_));
-        self.ledger.hand_back();
-        self.model.hand_back();
+        let flying = !reserved && !self.model.flights.is_empty();
+        let live = self.ledger.hand_back();
+        assert_eq!(live, self.model.hand_back());
         if flying {
             self.device.hand_back();
         }
-        if (flying || reserved)
-            && let Some(before) = self.before_reserve.take()
-        {
+        if let Some(before) = self.before_reserve.pop() {
             assert_eq!(without_step(&self.ledger), before, "handed back, but not exactly");
             self.saw("hand_back", true);
+            if !self.before_reserve.is_empty() {
+                self.saw("hand_back ahead", true);
+            }
         }
+        live
     }
 
     pub(crate) fn commit(&mut self, tokens: &[i32]) -> Option<Vec<Outcome>> {
@@ -177,66 +195,14 @@ impl World {
             ledger.commit(tokens, &mut outcomes).map(|()| outcomes)
         };
         let outcomes = self.both("commit", real, |model| model.commit(tokens))?;
-        self.device.settle();
+        self.device.settle(tokens);
+        if outcomes.contains(&Outcome::OverRun) {
+            self.saw("over-run", true);
+        }
         Some(outcomes)
-    }
-
-    /// Compares all that can be seen, and what would be chosen now.
-    pub(crate) fn compare(&self) {
-        self.ledger.check();
-        self.device.check(&self.ledger);
-        let (ledger, model) = (&self.ledger, &self.model);
-        let numbers = |ids: Vec<usize>| ids.into_iter().map(id).collect::<Vec<_>>();
-        assert_eq!(ledger.residents().map(Sequence::id).collect::<Vec<_>>(), numbers(model.residents()));
-        assert_eq!(ledger.waiting().map(Sequence::id).collect::<Vec<_>>(), numbers(model.waiting()));
-        assert_eq!(ledger.blocks().free() as usize, model.free_blocks());
-        assert_eq!(ledger.free_slots() as usize, model.free_slots());
-        assert_eq!(ledger.num_residents() as usize, model.residents().len());
-        assert_eq!(ledger.num_live(), model.lives.iter().filter(|life| life.place != Place::Ended).count());
-        for seq in 0..=model.lives.len() {
-            self.compare_sequence(seq);
-        }
-        if let Step::Picked(rows) | Step::Reserved(rows) | Step::Flying(rows) = &model.step {
-            let real: Vec<_> = ledger.rows().iter().map(|row| (row.seq, row.slot.0, row.start, row.num_new)).collect();
-            let naive = rows.iter().map(|row| (id(row.seq), row.slot, number(row.start), number(row.num_new)));
-            assert_eq!(real, naive.collect::<Vec<_>>());
-            let sampled = ledger.rows().iter().map(|row| row.readback == Readback::Argmax).collect::<Vec<_>>();
-            assert_eq!(sampled, rows.iter().map(|row| row.samples).collect::<Vec<_>>());
-        }
-        for spill_blocks in [0, 2, u32::MAX] {
-            assert_eq!(schedule::victim(ledger, spill_blocks), model.victim(spill_blocks));
-            assert_eq!(self.next_arrival(spill_blocks), model.next_arrival(spill_blocks));
-        }
-        assert_eq!(schedule::capacity_row(ledger), model.capacity_row());
     }
 
     pub(crate) fn next_arrival(&self, spill_blocks: u32) -> Option<ArrivalPlan> {
         schedule::next_arrival(&self.ledger, spill_blocks)
-    }
-
-    fn compare_sequence(&self, seq: usize) {
-        let Some(life) = self.model.lives.get(seq) else {
-            assert_eq!(self.ledger.get(id(seq)), Err(BooksError::Unknown(id(seq))));
-            return;
-        };
-        let Some(state) = life.state() else {
-            assert_eq!(self.ledger.get(id(seq)), Err(BooksError::Finished(id(seq))));
-            return;
-        };
-        let real = self.ledger.get(id(seq)).expect("live in the model");
-        assert_eq!(real.state(), state);
-        assert_eq!(real.tokens(), life.tokens());
-        assert_eq!(real.generated(), life.generated.len() as u64);
-        assert_eq!(real.pending(), life.generated.last().copied());
-        assert_eq!(real.committed() as usize, life.committed);
-        assert_eq!(real.reserved() as usize, self.model.reserved(seq));
-        assert_eq!(real.target() as usize, life.history());
-        assert_eq!(real.table().len(), self.model.held(seq));
-        let slot = if let Place::Slot(slot) = life.place { Some(slot) } else { None };
-        assert_eq!(real.slot().map(|slot| slot.0), slot);
-        assert_eq!(real.is_immune(), self.model.immune(seq));
-        assert_eq!(real.can_replay(), life.can_replay());
-        let image = if life.resident() { self.model.blocks(life.committed) } else { 0 };
-        assert_eq!(self.ledger.image_blocks(id(seq)).expect("live"), &real.table()[..image]);
     }
 }

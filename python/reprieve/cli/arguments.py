@@ -14,7 +14,7 @@ from reprieve.errors import InvalidArgument
 from reprieve.loading import DEVICES, KV_TYPES, MOST_THREADS, WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 _MOST: Final = 2**31 - 1
 _SETTINGS: Final[dict[str, tuple[str, int, int, str]]] = {
@@ -24,6 +24,7 @@ _SETTINGS: Final[dict[str, tuple[str, int, int, str]]] = {
     "--step-tokens": ("step_tokens", 1, 2**24, "tokens a step aims at (128)"),
     "--host-kv-bytes": ("host_kv_bytes", 0, 2**63 - 1, "bytes of spilled KV kept on the host; 0 keeps none (256 MiB)"),
     "--head-room": ("head_room", 0, 2**20, "blocks that stay free per resident sequence when one comes in (1)"),
+    "--depth": ("depth", 1, 3, "steps in flight (the device's own)"),
     "--immunity": ("immunity_tokens", 0, _MOST, "tokens that a resumed sequence is left alone for (64)"),
 }
 """Options that are settings of the engine: the setting's name, its bounds, what it is (its default)."""
@@ -64,12 +65,15 @@ def parse(arguments: Sequence[str]) -> Plan:
     )
     for command in (demo, generate):
         command.add_argument("--json", metavar="FILE", help='write everything as JSON to FILE, or to stdout with "-"')
+        command.add_argument("--trace", metavar="FILE", help="write what happened when to FILE, for ui.perfetto.dev")
+    _add_settings(demo, ["--depth"])
     _add_generate(generate)
     values = parser.parse_args(arguments)
-    if values.json is not None:
-        _check_json(values.json)
+    for option, name in (("--json", values.json), ("--trace", values.trace)):
+        if name is not None and (option, name) != ("--json", "-"):
+            _check_file(option, name)
     if values.command == "demo":
-        return demo_plan(values.json)
+        return demo_plan(values.json, values.trace, _settings(values))
     if values.park_by is not None and not values.force_park_every:
         generate.error("argument --park-by: goes with --force-park-every")
     return _generate_plan(values)
@@ -103,12 +107,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv", choices=KV_TYPES, default="auto", help="element type of the KV pool (auto: f16 on the cpu device)"
     )
-    for option, (setting, lowest, highest, what) in _SETTINGS.items():
-        # Absent ones are left out of the namespace: the engine has the defaults.
-        absent = argparse.SUPPRESS
-        parser.add_argument(
-            option, dest=setting, type=_integer(lowest, highest), default=absent, metavar="N", help=what
-        )
+    _add_settings(parser, _SETTINGS)
     parser.add_argument(
         "--force-park-every",
         type=_integer(0, _MOST),
@@ -118,6 +117,21 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--park-by", choices=("spill", "replay"), help="how --force-park-every parks")
     parser.add_argument("--check-alone", action="store_true", help="run each request alone too, and compare")
+
+
+def _add_settings(parser: argparse.ArgumentParser, options: Iterable[str]) -> None:
+    for option in options:
+        setting, lowest, highest, what = _SETTINGS[option]
+        # Absent ones are left out of the namespace: the engine has the defaults.
+        absent = argparse.SUPPRESS
+        parser.add_argument(
+            option, dest=setting, type=_integer(lowest, highest), default=absent, metavar="N", help=what
+        )
+
+
+def _settings(values: argparse.Namespace) -> dict[str, int]:
+    """Return the settings of the engine that were given."""
+    return {name: getattr(values, name) for name, *_ in _SETTINGS.values() if hasattr(values, name)}
 
 
 def _integer(lowest: int, highest: int) -> Callable[[str], int]:
@@ -145,8 +159,7 @@ def _generate_plan(values: argparse.Namespace) -> Plan:
             Prompt(f"--prompt {number}", f"prompt-{number}", text, None, values.max_new)
             for number, text in enumerate(texts, start=1)
         )
-    settings = {name: getattr(values, name) for name, *_ in _SETTINGS.values() if hasattr(values, name)}
-    settings |= {"force_park_every": values.force_park_every, "force_park_by": values.park_by}
+    forced = {"force_park_every": values.force_park_every, "force_park_by": values.park_by}
     return Plan(
         model=values.model,
         prompts=prompts,
@@ -154,15 +167,16 @@ def _generate_plan(values: argparse.Namespace) -> Plan:
         threads=values.threads,
         weights=values.weights,
         kv=values.kv,
-        settings=settings,
+        settings=_settings(values) | forced,
         ignore_eos=values.ignore_eos,
         check_alone=values.check_alone,
         json_path=values.json,
+        trace_path=values.trace,
     )
 
 
-def _check_json(name: str) -> None:
+def _check_file(option: str, name: str) -> None:
     """Refuse a file that could not be written, before anything has been computed for it."""
     path = Path(name)
-    if name != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise InvalidArgument("--json", f"cannot write {name}: it is a folder, or in a folder that is not there")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InvalidArgument(option, f"cannot write {name}: it is a folder, or in a folder that is not there")

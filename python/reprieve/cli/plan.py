@@ -56,7 +56,8 @@ class Plan:
     """Everything that the command line asks for.
 
     `settings` are those of `EngineConfig` that were given; without "kv_blocks" the pool has room for all. `device`,
-    `threads`, `weights` and `kv` are what `Engine` takes. `json_path` is a file, or "-" for stdout.
+    `threads`, `weights` and `kv` are what `Engine` takes. `json_path` and `trace_path` are files; "-" for the former
+    is stdout.
     """
 
     model: str
@@ -69,3 +70,4 @@ class Plan:
     ignore_eos: bool = False
     check_alone: bool = False
     json_path: str | None = None
+    trace_path: str | None = None

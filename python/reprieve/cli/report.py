@@ -33,7 +33,8 @@ class Report:
     """A run that has ended.
 
     `requests` have all ended; `same_as_alone` says of each whether it ended in the same way with the same tokens when
-    it ran alone, None where that was not tried. `seconds` were spent in `steps` steps.
+    it ran alone, None where that was not tried. `seconds` were spent in `steps` steps, of which up to `depth` were in
+    flight at once; `over_runs` of their rows were computed ahead and discarded.
     """
 
     model: str
@@ -43,7 +44,9 @@ class Report:
     kv: str
     host_kv_bytes: int
     pool: Pool
+    depth: int
     steps: int
+    over_runs: int
     seconds: float
     requests: Sequence[Handle]
     same_as_alone: Sequence[bool | None]
@@ -79,7 +82,9 @@ class Report:
                 "block_size": self.pool.block_size,
                 "blocks_needed": self.pool.blocks_needed,
             },
+            "depth": self.depth,
             "steps": self.steps,
+            "over_runs": self.over_runs,
             "decode_tokens_per_s": generated / self.seconds if self.seconds else 0.0,
             "requests": [
                 _request_json(handle, same) for handle, same in zip(self.requests, self.same_as_alone, strict=True)
@@ -114,6 +119,8 @@ class Report:
         spills = sum(handle.stats.parks_by_spill for handle in self.requests)
         replays = sum(handle.stats.parks_by_replay for handle in self.requests)
         said = f"{spills} parks by spill and {replays} by replay in {self.steps} steps"
+        if self.over_runs:
+            said += f" with {self.over_runs} over-runs"
         if self.failed:
             names = ", ".join(f"{printable(handle.id)} ({handle.finish_reason})" for handle in self.failed)
             said += f"; {len(self.failed)} of {total} failed: {names}"
@@ -139,6 +146,7 @@ def _request_json(handle: Handle, same_as_alone: bool | None) -> dict[str, Any]:
         "parks": {"spill": stats.parks_by_spill, "replay": stats.parks_by_replay},
         "replayed_tokens": stats.tokens_replayed,
         "spilled_bytes": stats.spilled_bytes,
+        "over_runs": stats.over_runs,
         "longest_pause_s": stats.longest_pause_s,
         "same_as_alone": same_as_alone,
     }

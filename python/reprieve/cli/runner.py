@@ -20,6 +20,7 @@ from reprieve.errors import InvalidArgument
 from reprieve.hub import hub_name, resolve_model
 from reprieve.loading import LoadedModel, load
 from reprieve.request import DONE_REASONS
+from reprieve.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -62,7 +63,13 @@ def decode(plan: Plan, console: Console, view: LineView) -> Report:
     if "kv_blocks" not in plan.settings:
         config = replace(config, kv_blocks=ample_blocks(model, config, requests))
     setup = Setup(model, plan.kv, config)
-    report = _run_together(setup, plan.prompts, requests, view)
+    trace = None if plan.trace_path is None else Trace()
+    try:
+        report = _run_together(setup, plan.prompts, requests, view, trace)
+    finally:
+        # A run that was broken off is one to look at.
+        if trace is not None and plan.trace_path is not None:
+            _write_trace(trace, plan.trace_path)
     if plan.check_alone:
         report = replace(report, same_as_alone=_check_alone(setup, requests, report.requests, console))
     return report
@@ -103,6 +110,7 @@ def run_alone(
         host_kv_bytes=0,
         force_park_every=0,
         force_park_by=None,
+        depth=1,
     )
     with Engine(setup.model, kv=setup.kv, config=config) as engine:
         handle = engine.submit(request)
@@ -140,10 +148,12 @@ def _with_ids(model: LoadedModel, prompt: Prompt, *, ignore_eos: bool) -> Reques
     return prompt.request(ids, ignore_eos=ignore_eos)
 
 
-def _run_together(setup: Setup, prompts: Sequence[Prompt], requests: Sequence[Request], view: LineView) -> Report:
+def _run_together(
+    setup: Setup, prompts: Sequence[Prompt], requests: Sequence[Request], view: LineView, trace: Trace | None
+) -> Report:
     """Decode all requests in one engine and show it."""
     model, config = setup.model, setup.config
-    with Engine(model, kv=setup.kv, config=config) as engine:
+    with Engine(model, kv=setup.kv, config=config, trace=trace) as engine:
         handles = [_submit(engine, prompt, request) for prompt, request in zip(prompts, requests, strict=True)]
         view.line(Text(_describe(engine, requests)))
         seconds = 0.0
@@ -164,7 +174,9 @@ def _run_together(setup: Setup, prompts: Sequence[Prompt], requests: Sequence[Re
             kv=engine.kv,
             host_kv_bytes=config.host_kv_bytes,
             pool=Pool(config.kv_blocks, config.block_size, sum(_blocks_used(handle, config) for handle in handles)),
+            depth=engine.depth,
             steps=engine.stats.steps,
+            over_runs=engine.stats.over_runs,
             seconds=seconds,
             requests=handles,
             same_as_alone=[None] * len(handles),
@@ -214,6 +226,13 @@ def _check_alone(
                 tokens, reason = tokens[: len(handle.tokens)], handle.finish_reason
             same.append((tokens, reason) == (handle.tokens, handle.finish_reason))
     return same
+
+
+def _write_trace(trace: Trace, name: str) -> None:
+    try:
+        trace.write(name)
+    except OSError as error:
+        raise InvalidArgument("--trace", f"cannot write {name}: {error.strerror or error}") from None
 
 
 def _write_json(report: Report, name: str) -> None:

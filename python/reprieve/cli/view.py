@@ -30,7 +30,7 @@ _REFRESH_S: Final = 0.08
 """Seconds between two pictures at least: steps of a small model are faster than a terminal."""
 
 _LAST_EVENTS: Final = 6
-_POOL_WIDTH: Final = 30
+_POOL_WIDTH: Final = 20
 _BAR_WIDTH: Final = 16
 
 _VISIBLE: Final = {code: 0xFFFD for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -129,11 +129,12 @@ class LiveView(LineView):
 
     def picture(self, snapshot: EngineSnapshot, step: int) -> Group:
         """Return the pool, the slots, who waits, and what happened last."""
-        used = snapshot.num_blocks - snapshot.free_blocks
+        used = snapshot.num_blocks - snapshot.free_blocks - snapshot.fenced_blocks
+        fenced = f", {snapshot.fenced_blocks} fenced" if snapshot.fenced_blocks else ""
         pool = Text.assemble(
             f"step {step:4}  pool ",
             _bar(used, snapshot.num_blocks, _POOL_WIDTH),
-            f" {used} of {snapshot.num_blocks} blocks used, {snapshot.free_blocks} free",
+            f" {used} of {snapshot.num_blocks} blocks used, {snapshot.free_blocks} free{fenced}",
         )
         slots = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for heading in ("slot", "sequence", "state", "blocks", "", "tokens"):

@@ -1,9 +1,8 @@
-"""The CPU device: a step is one call into Rust, which executes the recorded program at the speed of memory."""
+"""The CPU device: a step is handed to Rust, whose threads execute the recorded program at the speed of memory."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from operator import index
 from typing import TYPE_CHECKING, Final
 
@@ -48,18 +47,33 @@ def checked_threads(threads: int | None) -> int:
     return number
 
 
-@dataclass(frozen=True, slots=True)
 class CpuTicket:
-    """A step that was computed at launch."""
+    """A step that the device computes, or has computed. Its arrays were copied."""
 
-    step: Step
-    result: StepResult
-    device: CpuDevice = field(repr=False)
-    number: int
+    __slots__ = ("_device", "_number", "_result", "step")
+
+    def __init__(self, step: Step, device: CpuDevice, number: int) -> None:
+        self.step = step
+        self._device = device
+        self._number = number
+        self._result: StepResult | None = None
+
+    def ready(self) -> bool:
+        """Return whether `settle` would not have to wait; True once the device is closed."""
+        return self._result is not None or self._device.ready(self._number)
 
     def settle(self) -> StepResult:
-        """Return what the step read back."""
-        return self.result
+        """Wait for the step, without the GIL, and return what it read back. Allocates the array of its tokens.
+
+        Where it was interrupted it may be called again. Raises `StepFailed` if a thread of the device panicked, or the
+        device was closed meanwhile; `DeviceLost` once it is closed.
+        """
+        if self._result is None:
+            tokens = np.empty(self.step.num_rows, np.int32)
+            self._device.settle(self._number, tokens)
+            self._result = StepResult(tokens)
+        self._device.forget(self._number)
+        return self._result
 
     @property
     def logit_rows(self) -> NDArray[np.intp]:
@@ -68,21 +82,25 @@ class CpuTicket:
 
     @property
     def logits(self) -> NDArray[np.float32]:
-        """A new copy of the logits of `logit_rows`: [rows read back, width] f32.
+        """A new copy of the logits of `logit_rows`: [rows read back, width] f32. Waits for the step.
 
-        Raises `RuntimeError` once the device has computed another step, `DeviceLost` once it is closed.
+        Raises `RuntimeError` once another step was launched, `DeviceLost` once the device is closed.
         """
-        return self.device.logits(self.number)
+        return self._device.logits(self._number)
 
 
 class CpuDevice:
-    """Computes steps at once, in Rust, with threads of its own; the caller's thread sleeps meanwhile, without the GIL.
+    """Computes steps in Rust, in the order of launch, with threads of its own that go from one step right to the next.
+
+    A ticket that is never settled keeps its tokens in memory as long as the device is open.
 
     Exact: a token's bits depend on its own sequence alone, whatever the batch, the number of threads and the
     instruction set. `weights` may be shared with other devices. `threads` None is one per core that this process may
     use; `instructions` None is the best that the machine has, see `reprieve._native.cpu_instructions`. Raises
     `InvalidArgument` for a bad setting, and `MemoryError`.
     """
+
+    default_depth: Final = 2  # while threads compute a step, the caller prepares the next one
 
     def __init__(  # noqa: PLR0913  keywords
         self,
@@ -122,15 +140,26 @@ class CpuDevice:
         self.instructions = native.instructions
 
     def launch(self, step: Step) -> CpuTicket:
-        """Compute `step`; its table changes count only if it succeeds. Allocates the array of its tokens.
+        """Let `step` be computed after those before it, and do not wait; its arrays are copied.
 
-        Raises `InvalidArgument` for a step that cannot be computed, and writes nothing; `MemoryError`; `RuntimeError`
-        where a thread cannot be started, or in a process that was forked during a step; `DeviceLost` once it is closed.
+        Only where memory must be made for a larger step than any before are those before it waited for. Raises
+        `InvalidArgument` for a step that cannot be computed, `MemoryError`, and `RuntimeError` where a thread cannot be
+        started, or in a process that was forked during a step, with nothing changed; `DeviceLost` once it is closed.
         """
-        native = self._open()
-        tokens = np.empty(step.num_rows, np.int32)
-        number = native.launch(step, tokens)
-        return CpuTicket(step, StepResult(tokens), self, number)
+        return CpuTicket(step, self, self._open().launch(step))
+
+    def ready(self, number: int) -> bool:
+        """Return whether step `number` is over, as `CpuTicket.ready` does."""
+        return self._native is None or self._native.ready(number)
+
+    def settle(self, number: int, tokens: NDArray[np.int32]) -> None:
+        """Wait for step `number` and write its tokens to `tokens` [rows], as `CpuTicket.settle` does."""
+        self._open().settle(number, tokens)
+
+    def forget(self, number: int) -> None:
+        """Let go of the tokens of step `number`. Idempotent."""
+        if self._native is not None:
+            self._native.forget(number)
 
     def logits(self, number: int) -> NDArray[np.float32]:
         """Return a new copy of the logits of step `number`, as `CpuTicket.logits` does."""
@@ -144,13 +173,16 @@ class CpuDevice:
         return self._open().op_seconds()
 
     def gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
-        """See `Device.gather`; raises `InvalidArgument` for a block that is not there."""
+        """See `Device.gather`; waits for all launched steps. Raises `InvalidArgument` for a block that is not there."""
         image = np.empty(len(blocks) * self.block_bytes, np.uint8)
         self._open().gather(blocks, image)
         return image
 
     def scatter(self, blocks: Sequence[int], image: NDArray[np.uint8]) -> None:
-        """See `Device.scatter`; raises `InvalidArgument` for a block that is not there or an image of another size."""
+        """See `Device.scatter`; waits for all launched steps.
+
+        Raises `InvalidArgument` for a block that is not there or an image of another size.
+        """
         self._open().scatter(blocks, image)
 
     def probe(self) -> None:
@@ -158,8 +190,10 @@ class CpuDevice:
         self._open()
 
     def close(self) -> None:
-        """Let go of the pool, the threads and the weights."""
-        self._native = None
+        """Let go of the pool, the threads and the weights, after the step that is being computed. The others fail."""
+        native, self._native = self._native, None
+        if native is not None:
+            native.stop()
 
     def _open(self) -> NativeDevice:
         if self._native is None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from reprieve.device import reference_ops
 from reprieve.device.kv_pool import KvKind, KvPool, check_pool
-from reprieve.device.step_check import StepLimits, checked_tables, new_block_tables
+from reprieve.device.step_check import SlotState, StepLimits, checked_slots
 from reprieve.errors import DeviceLost
 from reprieve.model.config import rope_tables
 from reprieve.model.llama import forward
-from reprieve.step import READ_NOTHING, TOKEN_NOT_READ, Step, StepResult
+from reprieve.step import ALWAYS, FROM_FEED, READ_NOTHING, TOKEN_NOT_READ, Step, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 class ReferenceOps:
     """`Ops` on NumPy arrays: each call computes at once, for one step.
 
-    `tokens` [rows] i32 and `logits` [rows read back, width] f32 are there once `argmax` was called.
+    `tokens` [rows] i32 and `logits` [rows read back, width] f32 are there once `argmax` was called, which also writes
+    the feed cells of `slots`.
     """
 
-    def __init__(self, step: Step, tables: NDArray[np.int32], memory: _Memory) -> None:
+    def __init__(self, step: Step, slots: SlotState, memory: _Memory) -> None:
         self._step = step
+        self._slots = slots
         self._weights = memory.weights
         self._pool = memory.pool
         self._attention = memory.attention
@@ -39,20 +41,23 @@ class ReferenceOps:
         self._sin = memory.sin[step.positions]
         # Per row: the pool places of all its positions.
         self._places = [
-            self._pool.places(tables[slot], np.arange(kv_length))
+            self._pool.places(slots.tables[slot], np.arange(kv_length))
             for slot, kv_length in zip(step.slots, step.kv_lengths, strict=True)
         ]
         self._new_places = np.concatenate(
             [places[start:] for places, start in zip(self._places, step.starts, strict=True)]
         )
         self._ends = np.cumsum(step.num_new)
+        # A cell that holds no token is taken for token 0: what becomes of it is discarded.
+        fed = np.maximum(np.repeat(slots.feed[step.slots], step.num_new), 0)
+        self._token_ids = np.where(step.token_ids == FROM_FEED, fed, step.token_ids)
         self.read_rows = np.flatnonzero(step.readback != READ_NOTHING)
         self.tokens = np.full(step.num_rows, TOKEN_NOT_READ, np.int32)
         self.logits = np.empty((0, 0), np.float32)
 
     def embed(self, table: Tensor) -> NDArray[np.float32]:
         """Return the embeddings of the step's tokens."""
-        return np.ascontiguousarray(self._weights[table][:, self._step.token_ids].T)
+        return np.ascontiguousarray(self._weights[table][:, self._token_ids].T)
 
     def rms_norm(self, x: NDArray[np.float32], weight: Tensor, eps: float) -> NDArray[np.float32]:
         """See `reference_ops.rms_norm`."""
@@ -94,9 +99,21 @@ class ReferenceOps:
         return x[self._ends[self.read_rows] - 1]
 
     def argmax(self, logits: NDArray[np.float32]) -> None:
-        """See `reference_ops.argmax`."""
+        """See `reference_ops.masked_argmax`."""
+        step, rows = self._step, self.read_rows
+        masks = dict(zip(step.mask_rows.tolist(), step.masks, strict=True))
+        banned: dict[int, list[int]] = {}
+        for row, token, after in step.bans.tolist():
+            if after in {ALWAYS, self._token_ids[self._ends[row] - 1]}:
+                banned.setdefault(row, []).append(token)
         self.logits = logits
-        self.tokens[self.read_rows] = reference_ops.argmax(logits, self._weights.config.vocab_size)
+        self.tokens[rows] = reference_ops.masked_argmax(
+            logits,
+            self._weights.config.vocab_size,
+            {place: masks[row] for place, row in enumerate(rows.tolist()) if row in masks},
+            {place: banned[row] for place, row in enumerate(rows.tolist()) if row in banned},
+        )
+        self._slots.feed[step.slots[rows]] = self.tokens[rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +128,10 @@ class ReferenceTicket:
     logits: NDArray[np.float32]
     logit_rows: NDArray[np.intp]
 
+    def ready(self) -> bool:
+        """Return True."""
+        return True
+
     def settle(self) -> StepResult:
         """Return what the step read back."""
         return self.result
@@ -123,6 +144,8 @@ class ReferenceDevice:
     other devices. Raises `InvalidArgument` for a bad setting, and from `launch` for a step that cannot be computed.
     """
 
+    default_depth: Final = 1  # a step is done when it was launched
+
     def __init__(
         self, weights: ReferenceWeights, *, num_blocks: int, block_size: int, num_slots: int, kv: KvKind = "f32"
     ) -> None:
@@ -131,7 +154,7 @@ class ReferenceDevice:
         self._limits = StepLimits(
             num_slots, num_blocks, block_size, weights.config.context_length, weights.config.vocab_size
         )
-        self._tables = new_block_tables(self._limits)
+        self._slots = SlotState.empty(self._limits)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.block_bytes = self._memory.pool.block_bytes
@@ -144,14 +167,17 @@ class ReferenceDevice:
         return self._open().pool
 
     def launch(self, step: Step) -> ReferenceTicket:
-        """Compute `step`; its table changes count only if it succeeds. Raises `InvalidArgument` and writes nothing."""
+        """Compute `step`; its table changes and feed cells count only if it succeeds.
+
+        Raises `InvalidArgument` for a step that cannot be computed, and writes nothing.
+        """
         memory = self._open()
-        tables = checked_tables(step, self._tables, self._limits)
-        ops = ReferenceOps(step, tables, memory)
+        slots = checked_slots(step, self._slots, self._limits)
+        ops = ReferenceOps(step, slots, memory)
         # Overflow and NaN are values like others here: they end one row, when its token is chosen.
         with np.errstate(all="ignore"), memory.weights.one_blas_thread():
             forward(ops, memory.weights.config, memory.weights.model)
-        self._tables = tables
+        self._slots = slots
         return ReferenceTicket(step, StepResult(ops.tokens), ops.logits, ops.read_rows)
 
     def gather(self, blocks: Sequence[int]) -> NDArray[np.uint8]:

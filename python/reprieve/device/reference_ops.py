@@ -7,17 +7,21 @@ new arrays.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from reprieve.device.row_tiles import aligned_empty
-from reprieve.step import TOKEN_ALL_NAN
+from reprieve.step import TOKEN_ALL_NAN, TOKEN_NONE_ALLOWED
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from numpy.typing import NDArray
 
     from reprieve.device.kv_pool import KvPool
+
+    Mask: TypeAlias = NDArray[np.uint32] | NDArray[np.int32]
 
 KV_TILE = 128
 """KV positions that attention takes at once. Constant: it must depend neither on the block size nor on the batch."""
@@ -63,17 +67,45 @@ def swiglu(gate: NDArray[np.float32], up: NDArray[np.float32]) -> NDArray[np.flo
     return result.astype(np.float32)
 
 
-def argmax(logits: NDArray[np.float32], vocab_size: int) -> NDArray[np.int32]:
-    """Return the id of the largest of the first `vocab_size` logits [rows, width] of each row: [rows] i32.
+def masked_argmax(
+    logits: NDArray[np.float32],
+    vocab_size: int,
+    masks: Mapping[int, Mask],
+    banned: Mapping[int, Sequence[int]],
+) -> NDArray[np.int32]:
+    """Return the id of the largest allowed one of the first `vocab_size` logits [rows, width] of each row: [rows] i32.
 
-    Ties go to the lowest id, +0 equals -0, a NaN never wins, a row of nothing but NaN gives TOKEN_ALL_NAN. Logits past
-    the vocabulary are not looked at.
+    masks   by row  [words] u32 or i32  bit v % 32 of word v / 32 set means that id v is allowed; without one all are
+    banned  by row  ids of the vocabulary that are not allowed, whatever the mask says
+
+    Ties go to the lowest id, +0 equals -0, a NaN never wins. A row that allows nothing gives TOKEN_NONE_ALLOWED; one
+    whose allowed logits are nothing but NaN gives TOKEN_ALL_NAN. Logits and bits past the vocabulary are not looked at.
+    Raises `ValueError` for a mask of too few words.
     """
     tokens = np.empty(len(logits), np.int32)
     for row, values in enumerate(logits[:, :vocab_size]):
-        best = np.fmax.reduce(values)
-        tokens[row] = TOKEN_ALL_NAN if np.isnan(best) else np.argmax(values == best)
+        if row in masks or row in banned:
+            allowed = _unpacked(masks[row], vocab_size) if row in masks else np.ones(vocab_size, np.bool_)
+            allowed[list(banned.get(row, ()))] = False
+            tokens[row] = _best(np.where(allowed, values, np.float32(np.nan))) if allowed.any() else TOKEN_NONE_ALLOWED
+        else:
+            tokens[row] = _best(values)
     return tokens
+
+
+def _best(values: NDArray[np.float32]) -> int:
+    """Return the lowest index of the largest of `values` that is no NaN, or TOKEN_ALL_NAN."""
+    best = np.fmax.reduce(values)
+    return TOKEN_ALL_NAN if np.isnan(best) else int(np.argmax(values == best))
+
+
+def _unpacked(mask: Mask, vocab_size: int) -> NDArray[np.bool_]:
+    """Return a new array [vocab_size] that says which ids a packed mask allows."""
+    if 32 * len(mask) < vocab_size:
+        raise ValueError(f"a mask of {len(mask)} words is too short for {vocab_size} ids")
+    bits = mask[:, None] >> np.arange(32, dtype=mask.dtype) & 1
+    allowed: NDArray[np.bool_] = bits.reshape(-1)[:vocab_size] != 0
+    return allowed
 
 
 class PagedAttention:
