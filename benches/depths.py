@@ -9,13 +9,14 @@ For each batch, with 1, 2 and 3 steps in flight, in turn, several times over:
 
 A number is the median over all rounds, a ratio the median of the ratios of each round to its run with depth 1. Prompts
 have 64 random tokens, the KV pool is ample, nobody ends early. `--over-runs` adds what ends cost: requests that stop at
-a surprise after 24 tokens on average, so that steps in flight are computed for nobody.
+a surprise after 24 tokens on average (prompts of 16), so that steps in flight are computed for nobody.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 DEPTHS: Final = (1, 2, 3)
 PROMPT: Final = 64
+SHORT: Final = 16
 
 
 @dataclass
@@ -88,7 +90,7 @@ def measure(model: LoadedModel, runs: Runs, steps: int) -> None:
 def measure_ends(model: LoadedModel, runs: Runs) -> None:
     """Add one round of requests of which each ends when nobody expects it, and another comes in."""
     lengths = random.Random(runs.batch)
-    budgets = [lengths.randint(8, 40) for _ in range(4 * runs.batch)]
+    budgets = [lengths.randint(8, 40) for _ in range(2 * runs.batch)]
     with engine_of(model, runs) as engine:
         begin = perf_counter()
         waiting = list(enumerate(budgets))
@@ -96,7 +98,7 @@ def measure_ends(model: LoadedModel, runs: Runs) -> None:
         while waiting or live:
             while waiting and len(live) < runs.batch:
                 index, budget = waiting.pop()
-                request = Request(random_prompt(PROMPT, index), max_new_tokens=256, ignore_eos=True)
+                request = Request(random_prompt(SHORT, index), max_new_tokens=256, ignore_eos=True)
                 live[engine.submit(request)] = budget
             engine.step()
             for handle in [handle for handle, budget in live.items() if len(handle.tokens) >= budget]:
@@ -132,10 +134,11 @@ def main() -> None:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=24, help="decode steps of a case each time")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, help="threads that compute; fewer than cores leave one for the host")
     parser.add_argument("--over-runs", action="store_true", help="also measure requests that end at a surprise")
     parser.add_argument("--json", type=Path, help="write the numbers there too")
     options = parser.parse_args()
-    model = load("demo", device="cpu")
+    model = load("demo", device="cpu", threads=options.threads)
     all_runs = [Runs(batch, depth) for batch in options.batches for depth in DEPTHS]
     with Progress(console=Console(stderr=True)) as progress:
         work = progress.add_task("measuring", total=options.rounds * len(all_runs))
@@ -146,7 +149,9 @@ def main() -> None:
                 if options.over_runs:
                     measure_ends(model, runs)
                 progress.advance(work)
-    report(all_runs, Console(width=200, highlight=False))
+    console = Console(width=200, highlight=False)
+    console.print(f"{model.threads} of {os.cpu_count()} cores compute, weights as in the file\n")
+    report(all_runs, console)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(runs) for runs in all_runs], indent=1), "utf-8")
 

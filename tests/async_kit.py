@@ -58,8 +58,10 @@ def in_thread(function: Callable[[], Result]) -> Result:
 
 
 def small_async_engine(model: LoadedModel | None = None, **settings: Any) -> AsyncEngine:
-    """Return an engine of 40 blocks of 4 positions and 4 slots, where nothing else is said."""
-    return AsyncEngine(model or tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4} | settings)
+    """Return an engine of 40 blocks of 4 positions, 4 slots and depth 2, where nothing else is said."""
+    return AsyncEngine(
+        model or tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4, "depth": 2} | settings
+    )
 
 
 def endless_engine(**settings: Any) -> AsyncEngine:

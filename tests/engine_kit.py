@@ -110,8 +110,8 @@ def faulty_engine(**settings: object) -> tuple[Engine, Faults, RecordingDevice]:
 
 
 def small_engine(**settings: Any) -> Engine:
-    """Return an engine of 40 blocks of 4 positions and 4 slots, where nothing else is said."""
-    return Engine(tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4} | settings)
+    """Return an engine of 40 blocks of 4 positions, 4 slots and depth 2, where nothing else is said."""
+    return Engine(tiny_model(), **{"kv_blocks": 40, "block_size": 4, "max_slots": 4, "depth": 2} | settings)
 
 
 def check_as_alone(*handles: Handle) -> None:

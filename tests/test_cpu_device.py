@@ -315,7 +315,7 @@ def test_it_says_what_it_is_made_of_and_where_its_time_went() -> None:
     device = kind.device(kind.weights(config, tiny_weights(config)))
     assert isinstance(device, CpuDevice)
     assert (device.threads, device.instructions) == (2, cpu_instructions()[0])
-    assert device.default_depth == 2
+    assert device.default_depth == 1
     assert not any(device.op_seconds().values())
     Runner.of(device).run([Row(0, 0, list(range(40)))])
     seconds = device.op_seconds()

@@ -108,6 +108,7 @@ def test_random_arrivals_priorities_and_pools_change_no_bit(
             head_room=int(random.integers(0, 3)),
             immunity_tokens=int(random.choice([0, 4, 64])),
             victim=random.choice(["fewest_generated", "newest", "largest"]),
+            depth=1 + seed % 3,
         )
         arrivals = np.cumsum(random.integers(0, 12, len(requests))).tolist()
         spills, replays = parks(run_all(models, requests, config, arrivals))
@@ -129,7 +130,7 @@ def test_parked_after_every_k_th_token_a_sequence_goes_on_as_alone(by: ParkBy, t
     answer = alone(request, oracle)
     for k in range(1, BUDGET):
         recording, devices = recorded(model)
-        with Engine(recording, kv_blocks=20, block_size=4, max_slots=2) as engine:
+        with Engine(recording, kv_blocks=20, block_size=4, max_slots=2, depth=1 + k % 3) as engine:
             handle = engine.submit(request)
             while len(handle.tokens) < k:
                 engine.step()
@@ -147,12 +148,20 @@ def test_parked_after_every_k_th_token_a_sequence_goes_on_as_alone(by: ParkBy, t
 
 @each_kind
 @pytest.mark.parametrize("by", ["spill", "replay", None])
-@pytest.mark.parametrize("every", [1, 3])
-def test_forced_parks_of_a_whole_batch_change_no_bit(every: int, by: ParkBy | None, kind: DeviceKind) -> None:
+@pytest.mark.parametrize(("every", "depth"), [(1, 1), (1, 3), (3, 1), (3, 2)])
+def test_forced_parks_of_a_whole_batch_change_no_bit(
+    every: int, depth: int, by: ParkBy | None, kind: DeviceKind
+) -> None:
     random = np.random.default_rng([every])
     requests = [Request(random_prompt(random, int(n)), max_new_tokens=20) for n in random.integers(1, 30, 6)]
     config = EngineConfig(
-        kv_blocks=40, block_size=4, max_slots=4, step_tokens=11, force_park_every=every, force_park_by=by
+        kv_blocks=40,
+        block_size=4,
+        max_slots=4,
+        step_tokens=11,
+        force_park_every=every,
+        force_park_by=by,
+        depth=depth,
     )
     spills, replays = parks(run_all(Models.of(kind), requests, config))
     assert (spills > 0, replays > 0) == (by != "replay", by == "replay")
@@ -199,7 +208,13 @@ def test_every_kv_type_and_block_size_is_exact(kv: KvKind, block_size: int, kind
     positions = 26 + 16 + 2 * block_size
     recording, devices = recorded(model)
     with Engine(
-        recording, kv=kv, kv_blocks=-(-positions // block_size), block_size=block_size, force_park_every=5, head_room=0
+        recording,
+        kv=kv,
+        kv_blocks=-(-positions // block_size),
+        block_size=block_size,
+        force_park_every=5,
+        head_room=0,
+        depth=2,
     ) as engine:
         handles = [engine.submit(request) for request in requests]
         engine.run()

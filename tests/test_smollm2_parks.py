@@ -28,7 +28,7 @@ def answers(smollm2: LoadedModel) -> tuple[Answer, Answer]:
 
 def check_parked_after(smollm2: LoadedModel, answers: tuple[Answer, Answer], k: int, by: ParkBy, times: int) -> None:
     recording, devices = recorded(smollm2)
-    with Engine(recording, kv_blocks=12, block_size=16, max_slots=2, step_tokens=24) as engine:
+    with Engine(recording, kv_blocks=12, block_size=16, max_slots=2, step_tokens=24, depth=2) as engine:
         handle, neighbour = engine.submit(REQUEST), engine.submit(NEIGHBOUR)
         while len(handle.tokens) < k:
             engine.step()

@@ -100,7 +100,9 @@ class CpuDevice:
     `InvalidArgument` for a bad setting, and `MemoryError`.
     """
 
-    default_depth: Final = 2  # while threads compute a step, the caller prepares the next one
+    default_depth: Final = 1
+    """Where every core computes, the caller prepares the next step at the cost of one of them: `make bench-depths`
+    shows no gain then, and what over-runs cost. With a core to spare 2 gains some percent."""
 
     def __init__(  # noqa: PLR0913  keywords
         self,
