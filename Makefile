@@ -80,6 +80,7 @@ bench-cpu: dev ## Measure the CPU device end to end, against what this machine c
 .PHONY: bench-depths
 bench-depths: dev ## Compare steps in flight on the CPU device
 	PYTHONPATH=tests:. $(BIN)/python benches/depths.py --over-runs
+	PYTHONPATH=tests:. $(BIN)/python benches/depths.py --over-runs --batches 1 8 --threads 1
 
 .PHONY: bench-peers
 bench-peers: dev $(PEERS)/built ## Compare with llama.cpp and vLLM, installed into .venv-peers (6 GB)

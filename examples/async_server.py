@@ -1,4 +1,6 @@
-"""A server on top of `AsyncEngine`: one JSON request a line in, one JSON event a line out; who hangs up is cancelled.
+"""A server on top of `AsyncEngine`: one JSON request a line in, one JSON event a line out.
+
+Who hangs up is cancelled when the next event cannot be written.
 
 python examples/async_server.py demo
 echo '{"prompt": "Why is the sky blue?", "chat": true}' | nc -N localhost 8000

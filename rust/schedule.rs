@@ -118,7 +118,7 @@ pub fn next_arrival(ledger: &Ledger, spill_blocks: u32) -> Option<ArrivalPlan> {
 /// Picks the rows of the next step into the ledger's plan; returns how many there are.
 ///
 /// # Errors
-/// [`BooksError::Misused`] while a step is reserved or in flight.
+/// [`BooksError::Misused`] while a step is reserved.
 pub fn pick_rows(ledger: &mut Ledger) -> Result<usize, BooksError> {
     ledger.plan(choose_rows)
 }

@@ -139,8 +139,7 @@ class LaneRig(Rig):
     def check_nothing_left(self) -> None:
         super().check_nothing_left()
         assert self.lane.num_in_flight == 0
-        assert len(self.lane._spare) == self.depth + 1, "a set of buffers is lost"
-        assert len({id(buffers) for buffers in self.lane._spare}) == self.depth + 1
+        assert len({id(buffers) for buffers in self.lane._ring}) == self.depth + 1, "a set of buffers is lost"
 
     def look_ahead(self, seq: int, tokens: int) -> None:
         """Step until so many tokens of `seq` are sampled or in flight, and as many steps are in flight as can be."""

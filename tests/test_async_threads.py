@@ -245,7 +245,7 @@ def test_passes_that_launch_nothing_are_bounded_naps_and_no_busy_loop() -> None:
     states = [Progress("waiting", "a", until) for until in (None, 1e9) for _ in range(4)]
     states += [Progress("progressed"), Progress("waiting"), Progress("idle")]
     with small_async_engine() as engine:
-        pauses = [engine._thread._pause(state) for state in states]
+        pauses = [engine._thread._pause(engine._thread.engine, state) for state in states]
     assert pauses[:8] == [0.001, 0.002, 0.004, 0.008, 0.016, 0.016, 0.016, 0.016]
     assert pauses[8:] == [0.0, 0.001, None]
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from reprieve import constraint
+from reprieve import Ledger, constraint
 from reprieve.constraint import Masks
 from reprieve.errors import BooksMisused, EngineClosed, InvalidArgument
+from reprieve.request import MAX_BANS
 from reprieve.step import READ_ARGMAX, READ_NOTHING, Step, StepBuffers, StepCounts, StepShape
 
 if TYPE_CHECKING:
@@ -638,3 +641,39 @@ def test_a_thread_that_cannot_be_started_fails_the_sequence_that_needed_it(monke
 def test_settings_that_cannot_be_are_refused_by_name(arguments: tuple[int, ...], named: str) -> None:
     with pytest.raises(InvalidArgument, match=named):
         Masks(*arguments[:2], **({"workers": arguments[2]} if len(arguments) > 2 else {}))
+
+
+def test_a_forked_child_asks_anew_and_does_not_hang() -> None:
+    gate = threading.Event()
+
+    def held(generated: tuple[int, ...]) -> None:
+        if os.getpid() == parent:
+            assert gate.wait(60)
+
+    parent = os.getpid()
+    masks = Masks(2, 61)
+    masks.open(1, held)
+    masks.ask(1, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads is the point
+        child = os.fork()
+    if child == 0:  # the parent's thread is not here
+        try:
+            answered = masks.wait(lambda: False, 0.001) or masks.take_ready() or masks.wait(lambda: False, 30)
+            os._exit(0 if answered and [seq for seq, _ in masks.take_ready()] == [1] else 1)
+        finally:
+            os._exit(2)
+    _, status = os.waitpid(child, 0)
+    gate.set()
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert masks.wait(lambda: False, 30)
+    assert masks.take_ready() == [(1, None)]
+    masks.close()
+
+
+def test_the_books_ban_as_many_ids_as_a_request_may_name() -> None:
+    shape = Ledger(
+        num_blocks=4, block_size=4, num_slots=3, context_length=16, vocab_size=61, step_tokens=8, row_tile=8
+    ).step_shape()
+    assert shape.bans == 3 * MAX_BANS
+    assert shape.mask_words == 2

@@ -186,7 +186,7 @@ def test_logits_are_there_until_the_next_step_and_no_longer() -> None:
     kept[:] = 0
     assert first.logits.any(), "each is a copy"
     second = device.launch(make_step([Row(0, 2, [3])], []))
-    with pytest.raises(RuntimeError, match="the logits are gone: the device has computed another step since"):
+    with pytest.raises(RuntimeError, match="the logits are gone: another step was launched since"):
         _ = first.logits
     assert second.logits.shape == (1, config.vocab_size)
     tokens = second.settle().tokens.copy()

@@ -7,7 +7,7 @@ import pytest
 from engine_kit import Clock, alone, ask, faulty_engine, small_engine
 from recording import check_nothing_left, check_stream
 from reprieve import Failed, Paused, Resumed
-from reprieve.errors import DeviceLost
+from reprieve.errors import DeviceLost, InvalidArgument
 
 each_depth = pytest.mark.parametrize("depth", [1, 2, 3])
 
@@ -115,3 +115,8 @@ def test_what_was_computed_before_the_device_was_lost_is_delivered(depth: int, n
     with pytest.raises(DeviceLost):
         engine.submit(ask(3, 3))
     engine.close()
+
+
+def test_a_trace_that_is_none_is_refused_by_name() -> None:
+    with pytest.raises(InvalidArgument, match="trace: must be a Trace"):
+        small_engine(trace="trace.json")

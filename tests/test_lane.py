@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -177,7 +178,7 @@ def test_a_device_that_reads_its_inputs_when_it_is_settled_finds_them_as_they_we
 def test_with_one_set_of_buffers_for_all_steps_that_device_finds_other_inputs(depth: int) -> None:
     rig = LaneRig(depth)
     shared = StepBuffers(rig.shape)
-    rig.lane._spare = [shared] * (depth + 1)
+    rig.lane._spare_buffers = lambda: shared  # type: ignore[method-assign]
     rig.ask(Ask(prompt(0, 6), 8))
     with pytest.raises(AssertionError, match="was overwritten before its step was settled"):
         rig.run()
@@ -206,3 +207,30 @@ def test_the_seconds_of_launches_and_of_the_books_are_told_apart_and_those_of_th
     assert counts["gather"] == counts["scatter"] > 0
     assert rig.seconds.launch_s == counts["launch"]
     assert rig.seconds.books_s == counts["gather"] * 10000 + counts["scatter"] * 1000000, "parks and resumes are theirs"
+
+
+@pytest.mark.parametrize("call", ["launched", "watch", "run", "delivered", "sat_out"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_receiver_that_raises_costs_no_buffers_and_leaves_nothing_in_flight(call: str, depth: int) -> None:
+    rig = LaneRig(depth)
+    seqs = [rig.ask(Ask(prompt(seed, length), 6)) for seed, length in enumerate((3, 5))]
+    receiver: Any = rig.lane._receiver
+    honest = getattr(receiver, call)
+
+    def broken(*arguments: object) -> None:
+        setattr(receiver, call, honest)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        setattr(receiver, call, broken)
+        with contextlib.suppress(KeyboardInterrupt):
+            rig.lane.bring_in()
+            rig.lane.fill()
+            rig.lane.settle_oldest()
+        setattr(receiver, call, honest)
+        rig.lane.recover()
+        receiver.run()  # what was committed and not told, as an engine does first in every call
+        assert rig.lane.num_in_flight == 0
+    rig.run()
+    assert [rig.tokens(seq) for seq in seqs] == [rig.expected(seq, 6) for seq in seqs]
+    rig.check_nothing_left()

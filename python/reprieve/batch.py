@@ -57,6 +57,7 @@ def generate(
                 while not handle.is_finished:
                     _step_for(engine, handle)
                     view.show()
+            engine.drain()  # what was computed ahead of the last ends
     except BaseException:
         for handle in handles:
             engine.cancel(handle)

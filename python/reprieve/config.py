@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reprieve.request import ParkBy
 
 MOST_DEPTH: Final = 3
-"""Steps in flight at most: beyond that nothing is left to hide, and an over-run costs more."""
+"""Steps in flight at most; each costs a set of buffers, and what it computes for nobody where a sequence ends."""
 
 _BOUNDS: Final = {
     "kv_blocks": (1, 2**31 - 1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -35,7 +36,7 @@ _MOMENT_S: Final = 0.001
 _IDLE_S: Final = 10.0
 """Seconds after which a thread that has nothing to do ends; the next question starts a new one."""
 
-_PATIENCE_S: Final = 5.0
+_PATIENCE_S: Final = 1.0
 """Seconds for which `close` waits for callbacks that are under way."""
 
 
@@ -87,16 +88,36 @@ class Masks:
         self._open: dict[int, _Constrained] = {}
         self._pending: set[int] = set()
         self._numbers = itertools.count()
-        # Shared, under the lock. It is one that may be taken again: what the garbage collector runs may end a request.
+        self._answered: dict[int, BaseException | None] = {}
+        self._is_closed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make what is shared with the threads, of which there are none."""
+        self._process = os.getpid()
+        # It is one that may be taken again: what the garbage collector runs may end a request.
         self._lock = threading.RLock()
         self._asked = threading.Condition(self._lock)
         self._came = threading.Condition(self._lock)
         self._queue: deque[_Constrained] = deque()
-        self._answered: dict[int, BaseException | None] = {}
         self._hired: set[threading.Thread] = set()
         self._threads: list[threading.Thread] = []  # the hired, the given up, some that have ended
         self._num_idle = 0
-        self._is_closed = False
+
+    def _follow_fork(self) -> None:
+        """In a forked child, where the parent's threads are not, ask anew for what was not answered.
+
+        No lock of the parent's is touched: it may be held for ever.
+        """
+        if os.getpid() == self._process:
+            return
+        self._begin()
+        with self._lock:
+            for seq, entry in self._open.items():
+                entry.thread, entry.is_queued = None, False
+                if seq in self._pending and seq not in self._answered:
+                    self._enqueue(entry)
+                    self._hire()
 
     # Questions.
 
@@ -123,6 +144,7 @@ class Masks:
                 known = f"{len(entry.history)} generated tokens, asked for the mask after {len(generated)}"
                 raise RuntimeError(f"sequence {seq} has {known} others: a bug")
             return
+        self._follow_fork()
         with self._lock:
             entry.history = generated
             entry.num_answered = -1
@@ -139,9 +161,10 @@ class Masks:
 
         No call begins any more; one that is under way is left to itself, and its answer dropped.
         """
-        entry = self._open.pop(seq, None)
-        if entry is None:
+        if seq not in self._open:
             return
+        self._follow_fork()
+        entry = self._open.pop(seq)
         self._pending.discard(seq)
         with self._lock:
             entry.is_forgotten = True
@@ -169,6 +192,8 @@ class Masks:
         With each comes None, or what went wrong: what its function raised, or `InvalidArgument` for a mask that is
         none. Its sequence cannot go on; it stays until it is forgotten.
         """
+        if self._pending:
+            self._follow_fork()
         if not self._answered:
             return []
         with self._lock:
@@ -182,6 +207,7 @@ class Masks:
 
         `is_enough` is asked about every 0.2 ms. It ends, as time passes.
         """
+        self._follow_fork()
         end = time.monotonic() + timeout
         while not self._answered and not is_enough():
             left = end - time.monotonic()
@@ -226,6 +252,7 @@ class Masks:
         Waits `patience_s` seconds for calls that are under way. One that takes longer is logged and left behind; its
         thread ends when it returns, and does not keep the interpreter from ending.
         """
+        self._follow_fork()
         with self._lock:
             self._is_closed = True
             for seq in list(self._open):

@@ -199,7 +199,7 @@ class DecodeThread:
                 return
             progress = engine.step()
             self._deliver(engine)
-            pause = self._pause(progress)
+            pause = self._pause(engine, progress)
 
     def _run_commands(self, engine: Engine, pause: float | None) -> None:
         """Run the commands that are there, having waited for one for `pause` seconds, or for ever; tell what came."""
@@ -214,8 +214,10 @@ class DecodeThread:
             command.run(engine)
         self._deliver(engine)
 
-    def _pause(self, progress: Progress) -> float | None:
+    def _pause(self, engine: Engine, progress: Progress) -> float | None:
         """Return for how many seconds to wait for a command before the next pass; None without a bound."""
+        if progress.state == "waiting" and engine.awaits_masks:
+            return 0.0  # the engine has waited, and will see a mask sooner than this thread
         if progress.state == "waiting":
             pause, self._nap_s = self._nap_s, min(2 * self._nap_s, _LONGEST_NAP_S)
             return pause

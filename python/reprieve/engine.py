@@ -30,7 +30,7 @@ from reprieve.loading import KV_TYPES, LoadedModel, load
 from reprieve.park import Parker
 from reprieve.request import as_request
 from reprieve.stats import EngineSnapshot, EngineStats, Progress, SlotView
-from reprieve.trace import PoolRecord
+from reprieve.trace import PoolRecord, Trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -40,15 +40,14 @@ if TYPE_CHECKING:
     from reprieve.device.kv_pool import KvKind
     from reprieve.model.weights import Rounding
     from reprieve.request import FinishReason, ParkBy, Request
-    from reprieve.trace import Trace
 
 _LOG: Final = logging.getLogger(__name__)
 
 _STALLED_PASSES: Final = 16
 """Passes with work but no launch after which the watchdog ends the request that should have come next."""
 
-_MOST_WAIT_S: Final = 0.05
-"""Seconds for which a step without rows waits for masks, before deadlines are looked at again."""
+_MOST_WAIT_S: Final = 0.005
+"""Seconds for which a step without rows waits for masks, before others have their turn again."""
 
 _UNBOUNDED: Final = 2**63 - 1
 """A budget that the context always ends before."""
@@ -89,6 +88,8 @@ class Engine(Exclusive):
         for name, function in (("clock", clock), ("on_device_lost", on_device_lost)):
             if not callable(function) and (function is not None or name == "clock"):
                 raise InvalidArgument(name, f"must be a function, not {function!r}")
+        if trace is not None and not isinstance(trace, Trace):
+            raise InvalidArgument("trace", f"must be a Trace, which writes itself to a file later, not {trace!r}")
         self.model = _loaded(model, device, weights, threads)
         self.kv: KvKind = self.model.kv if kv == "auto" else kv
         context_length = self.model.context_length(self.config)
@@ -212,6 +213,11 @@ class Engine(Exclusive):
         self._delivery.run()
         return self._books.resume(self._live(request).seq)
 
+    @property
+    def awaits_masks(self) -> bool:
+        """Whether some request waits for a mask that is being computed."""
+        return self._masks.num_pending > 0
+
     # Steps.
 
     @exclusive
@@ -286,7 +292,7 @@ class Engine(Exclusive):
                 slots[slot] = SlotView(
                     live.handle.id,
                     self._books.state(seq),
-                    len(self._books.block_table(seq)),
+                    self._books.held_blocks(seq),
                     self._books.generated(seq),
                 )
         waiting = (self._journal.by_seq(seq) for seq in self._books.waiting())
@@ -304,7 +310,10 @@ class Engine(Exclusive):
 
     @exclusive
     def close(self) -> None:
-        """End every live request with `cancelled` and give the device's memory back. Idempotent."""
+        """End every live request with `cancelled` and give the device's memory back. Idempotent.
+
+        Waits up to a second for masks that are being computed; a function that takes longer is left to itself.
+        """
         if self._is_closed and not len(self._journal):
             return
         self._is_closed = True
@@ -313,8 +322,10 @@ class Engine(Exclusive):
             for live in self._journal:
                 self._end(live, "cancelled")
         finally:
-            self._device.close()
-            self._masks.close()
+            try:
+                self._device.close()
+            finally:
+                self._masks.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -363,7 +374,7 @@ class Engine(Exclusive):
             seq, expiry = due
             live = self._journal.by_seq(seq)
             if live is None:
-                break
+                raise RuntimeError(f"sequence {seq} has ended, and still has a {expiry}: a bug")
             self._end(live, expiry)
             ended = True
         return ended

@@ -60,7 +60,7 @@ class RequestFinished(ReprieveError):
 
 
 class StepInFlight(ReprieveError):
-    """A launched step that is not settled yet still needs this sequence."""
+    """A launched step that is not settled yet still needs this sequence: its image cannot be forgotten now."""
 
     def __init__(self, seq: int) -> None:
         super().__init__(seq)

@@ -114,7 +114,8 @@ class Lane:
         self._elsewhere_s = 0.0  # seconds that are no time of the books, where one is nested in the other
         self._is_recovering = False
         self._flights: deque[_Flight] = deque()
-        self._spare = [StepBuffers(shape) for _ in range(depth + 1)]
+        self._loose: Ticket | None = None  # launched, and not among the flights yet
+        self._ring = tuple(StepBuffers(shape) for _ in range(depth + 1))
 
     @property
     def num_in_flight(self) -> int:
@@ -170,7 +171,8 @@ class Lane:
         Waits for the device. After an interrupt in here, whatever is called next goes on with it.
         """
         self._is_recovering = True
-        drop(self._books, [flight.ticket for flight in self._flights])
+        loose = [] if self._loose is None else [self._loose]
+        drop(self._books, [*(flight.ticket for flight in self._flights), *loose])
         # A reserved step that was not filled comes on top of those in flight; where there is none, nothing happens.
         self._books.hand_back()
         self._forget()
@@ -186,7 +188,8 @@ class Lane:
         """Launch a step, and count the time that it takes."""
         began = self._timer()
         try:
-            return device.launch(step)
+            self._loose = device.launch(step)
+            return self._loose
         finally:
             elapsed = self._timer() - began
             self._seconds.launch_s += elapsed
@@ -212,7 +215,6 @@ class Lane:
             self._forget()
             raise
         self._flights.popleft()
-        self._spare.append(flight.buffers)
         self._receiver.run()
         self._receiver.delivered(step)
         return True
@@ -223,26 +225,22 @@ class Lane:
 
     def _launch(self) -> bool:
         """Launch one step; False if no row is left, or it failed."""
-        buffers = self._spare.pop()
+        buffers = self._spare_buffers()
         try:
             with self._counted_as_books():
                 ticket = launch_with_preemption(self._books, self._device, self._parker, buffers, self)
         except StepAborted as failure:
-            self._spare.append(buffers)
             self.drain()  # tokens before it are its rows' own
             end_rows(self._parker, failure)
             return False
         except DeviceLost:
-            self._spare.append(buffers)
             self.salvage()
             raise
-        except BaseException:
-            self._spare.append(buffers)
-            raise
         if ticket is None:
-            self._spare.append(buffers)
             return False
-        self._flights.append(_Flight(self._receiver.launched(ticket), buffers))
+        self._flights.append(_Flight(ticket, buffers))
+        self._loose = None
+        self._flights[-1] = _Flight(self._receiver.launched(ticket), buffers)
         if sat_out := self._books.sat_out():
             self._receiver.sat_out(sat_out)
         return True
@@ -255,7 +253,12 @@ class Lane:
         finally:
             self._seconds.books_s += self._timer() - began - (self._elsewhere_s - elsewhere)
 
+    def _spare_buffers(self) -> StepBuffers:
+        """Return a set that no ticket has; there is one, as at most `depth` are in flight."""
+        taken = [flight.buffers for flight in self._flights]
+        return next(buffers for buffers in self._ring if not any(buffers is other for other in taken))
+
     def _forget(self) -> None:
-        """Take back all buffers; the books have handed back what was in flight."""
-        self._spare += [flight.buffers for flight in self._flights]
+        """Let go of all tickets, and so of their buffers; the books have handed back what was in flight."""
         self._flights.clear()
+        self._loose = None

@@ -184,9 +184,9 @@ class Parker:
         """Admit whoever fits; return how many. Called once per engine step, before its first `reserve`.
 
         For a head of strictly higher priority others are parked first, and a step in flight that needs them is settled
-        before that. One parked in here is not admitted in here, so each round settles one of the steps in flight or
-        admits one of those that were waiting before, and the loop ends. It also ends where a planned victim cannot be
-        parked after all: the head then waits for the next step.
+        before that. One parked in here for another is not admitted in here, so each round settles one of the steps in
+        flight or admits somebody who did not give way to it, and the loop ends. It also ends where a planned victim
+        cannot be parked after all: the head then waits for the next step.
         """
         admitted = 0
         gave_way: set[int] = set()
@@ -290,17 +290,21 @@ class Parker:
 
     def _give_away(self, seq: int, by: ParkBy, reason: PauseReason, parked_by: int | None) -> None:
         """Take slot and blocks of `seq`, whose image is in the store if `by` is "spill"."""
-        slot, free, positions = self._books.slot(seq), self._books.free_blocks, self._books.committed(seq)
-        num_bytes = len(self._books.image_blocks(seq)) * self._device.block_bytes if by == "spill" else 0
+        slot, positions, num_blocks = (
+            self._books.slot(seq),
+            self._books.committed(seq),
+            len(self._books.image_blocks(seq)),
+        )
+        num_bytes = num_blocks * self._device.block_bytes if by == "spill" else 0
         try:
             self._books.park(seq, by)
         except BaseException:
             self._store.drop(seq)
             raise
         if _LOG.isEnabledFor(logging.INFO):
-            freed, generated, stay = self._books.free_blocks - free, self._books.generated(seq), self._books.residents()
-            text = "parked sequence %d by %s (%s): slot %s, %d blocks, %d tokens generated; sequences %s stay"
-            _LOG.info(text, seq, by, reason, slot, freed, generated, stay)
+            generated, stay = self._books.generated(seq), self._books.residents()
+            text = "parked sequence %d by %s (%s): slot %s, %d blocks of KV, %d tokens generated; sequences %s stay"
+            _LOG.info(text, seq, by, reason, slot, num_blocks, generated, stay)
         ahead = self._books.waiting().index(seq)
         self._listener.parked(seq, Park(by, reason, positions, num_bytes, ahead, parked_by))
 

@@ -181,6 +181,9 @@ impl Queue {
     /// `number` has failed, and with it all that was posted behind it. Nobody waits at their barriers any more.
     pub(super) fn fail(&mut self, number: u64, failure: &Failure) {
         let index = self.index(number);
+        if self.entries[index].outcome.has_failed() {
+            return; // the other threads of broken work panic too: what was posted since then is not behind it
+        }
         for (behind, entry) in self.entries.range(index..).enumerate() {
             entry.outcome.fail(if behind == 0 { failure.clone() } else { failure.behind() });
             entry.barrier.break_up();
@@ -242,8 +245,8 @@ mod tests {
         assert!(begins(&mut queue, 1) && queue.leave(0).is_some());
         // One thread panics in the second while the other has not come there.
         queue.fail(1, &Failure::panicked("on purpose"));
-        queue.fail(1, &Failure::panicked("another"));
         let later = queue.push(Arc::new(|_| ()), []);
+        queue.fail(1, &Failure::panicked("another"));
         assert!(queue.leave(1).is_none());
         assert!(matches!(queue.next(2), Next::Wait), "the other may be in the middle of it");
         assert!(matches!(queue.next(1), Next::Skip));

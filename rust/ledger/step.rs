@@ -152,6 +152,8 @@ pub(super) struct StepBook {
     plan: Plan,
     sent_before: Vec<usize>,
     flights: VecDeque<Flight>,
+    /// Empty: the memory of steps that are over, for those to come.
+    spare: Vec<Flight>,
 }
 
 /// A plan is no state: two books are equal if only their plans differ, so that handing back compares equal.
@@ -170,6 +172,23 @@ impl StepBook {
         if self.phase == Phase::Picked {
             self.phase = Phase::Idle;
         }
+    }
+
+    /// Takes the reserved step out, and gives the next one memory to be planned in.
+    fn take_reserved(&mut self) -> Flight {
+        let Flight { rows, sent_before } = self.spare.pop().unwrap_or_default();
+        self.phase = Phase::Idle;
+        Flight {
+            rows: std::mem::replace(&mut self.plan.rows, rows),
+            sent_before: std::mem::replace(&mut self.sent_before, sent_before),
+        }
+    }
+
+    /// Keeps the memory of a step that is over.
+    fn recycle(&mut self, mut flight: Flight) {
+        flight.rows.clear();
+        flight.sent_before.clear();
+        self.spare.push(flight);
     }
 
     pub(super) fn must_be_open(&self) -> Result<(), BooksError> {
@@ -307,10 +326,8 @@ impl Ledger {
             let row_index = i32::try_from(index).expect("at most one row a slot");
             each_ban(row, sequence, |id, after| arrays.bans.push([row_index, int(id), after]));
         }
-        let step = &mut self.step;
-        let rows = std::mem::take(&mut step.plan.rows);
-        step.flights.push_back(Flight { rows, sent_before: std::mem::take(&mut step.sent_before) });
-        step.phase = Phase::Idle;
+        let flight = self.step.take_reserved();
+        self.step.flights.push_back(flight);
         Ok(())
     }
 
@@ -318,19 +335,12 @@ impl Ledger {
     /// Nothing if there is nothing to undo.
     pub fn hand_back(&mut self) -> Vec<SeqId> {
         let step = &mut self.step;
-        let flight = if step.phase == Phase::Reserved {
-            step.phase = Phase::Idle;
-            Flight { rows: std::mem::take(&mut step.plan.rows), sent_before: std::mem::take(&mut step.sent_before) }
-        } else {
-            match step.flights.pop_back() {
-                Some(flight) => flight,
-                None => return Vec::new(),
-            }
-        };
+        let flight = if step.phase == Phase::Reserved { Some(step.take_reserved()) } else { step.flights.pop_back() };
+        let Some(flight) = flight else { return Vec::new() };
         self.step.forget_plan();
         let mut seqs = Vec::new();
         // Last taken, first given back: the free list is as it was.
-        for (row, sent_before) in flight.rows.iter().zip(flight.sent_before).rev() {
+        for (row, &sent_before) in flight.rows.iter().zip(&flight.sent_before).rev() {
             if self.is_current(row) {
                 self.undo_row(row, sent_before);
                 seqs.push(row.seq);
@@ -339,6 +349,7 @@ impl Ledger {
             }
         }
         seqs.reverse();
+        self.step.recycle(flight);
         seqs
     }
 
@@ -375,6 +386,7 @@ impl Ledger {
         let flight = self.step.flights.pop_front().expect("it has rows");
         outcomes.clear();
         outcomes.extend(flight.rows.iter().zip(tokens).map(|(row, &token)| self.commit_row(row, token)));
+        self.step.recycle(flight);
         Ok(())
     }
 

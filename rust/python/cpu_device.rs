@@ -244,7 +244,7 @@ impl PyCpuDevice {
         let guard = self.lock(py)?;
         let device = &*guard;
         if number.0 == 0 || number.0 != device.newest() {
-            return Err(PyRuntimeError::new_err("the logits are gone: the device has computed another step since"));
+            return Err(PyRuntimeError::new_err("the logits are gone: another step was launched since"));
         }
         let (rows, width) = device.logits_shape();
         if out.shape() != [rows, width] {

@@ -280,6 +280,11 @@ impl PyLedger {
         self.look(seq, |sequence| sequence.table().iter().map(|block| block.0).collect())
     }
 
+    /// Return how many blocks the sequence holds.
+    fn held_blocks(&self, seq: Whole<u64>) -> PyResult<usize> {
+        self.look(seq, |sequence| sequence.table().len())
+    }
+
     /// Return the sequence's prompt and generated tokens, the pending one included.
     fn tokens(&self, seq: Whole<u64>) -> PyResult<Vec<u32>> {
         self.look(seq, |sequence| sequence.tokens().to_vec())

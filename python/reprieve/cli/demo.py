@@ -41,7 +41,7 @@ def demo_plan(
 ) -> Plan:
     """Return the demo as a plan: the model "demo", parked by exhaustion alone, each answer compared.
 
-    `settings` are such as do not change who gives way.
+    `settings` replace some of the demo's own, such as the depth.
     """
     prompts = tuple(
         Prompt(f"question {request_id}", request_id, question, True, max_new_tokens)

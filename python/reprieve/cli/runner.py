@@ -166,6 +166,7 @@ def _run_together(
                     for event in handle.take_events():
                         view.event(handle, event, engine.stats.steps)
                 view.show(engine.snapshot, engine.stats.steps)
+        engine.drain()  # so that over-runs are counted
         return Report(
             model=model.name,
             device=model.device,

@@ -11,7 +11,7 @@ import numpy as np
 from reprieve._native import CpuDevice as NativeDevice
 from reprieve._native import CpuModel
 from reprieve.device.kv_pool import check_pool
-from reprieve.errors import DeviceLost, InvalidArgument
+from reprieve.errors import DeviceLost, InvalidArgument, StepFailed
 from reprieve.model.config import rope_tables
 from reprieve.step import READ_NOTHING, StepResult
 
@@ -50,17 +50,18 @@ def checked_threads(threads: int | None) -> int:
 class CpuTicket:
     """A step that the device computes, or has computed. Its arrays were copied."""
 
-    __slots__ = ("_device", "_number", "_result", "step")
+    __slots__ = ("_device", "_has_failed", "_number", "_result", "step")
 
     def __init__(self, step: Step, device: CpuDevice, number: int) -> None:
         self.step = step
         self._device = device
         self._number = number
         self._result: StepResult | None = None
+        self._has_failed = False
 
     def ready(self) -> bool:
         """Return whether `settle` would not have to wait; True once the device is closed."""
-        return self._result is not None or self._device.ready(self._number)
+        return self._has_failed or self._result is not None or self._device.ready(self._number)
 
     def settle(self) -> StepResult:
         """Wait for the step, without the GIL, and return what it read back. Allocates the array of its tokens.
@@ -70,7 +71,12 @@ class CpuTicket:
         """
         if self._result is None:
             tokens = np.empty(self.step.num_rows, np.int32)
-            self._device.settle(self._number, tokens)
+            try:
+                self._device.settle(self._number, tokens)
+            except StepFailed:
+                self._has_failed = True
+                self._device.forget(self._number)
+                raise
             self._result = StepResult(tokens)
         self._device.forget(self._number)
         return self._result
