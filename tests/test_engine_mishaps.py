@@ -377,3 +377,21 @@ def test_an_image_left_by_an_interrupted_restore_does_no_harm() -> None:
         engine.run()
         assert handle.tokens == alone(handle.request).tokens
         check_nothing_left(engine)
+
+
+def test_an_exception_as_ctrl_c_is_being_deferred_leaves_the_handler_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    install = signal.signal
+
+    def install_and_raise(number: int, handler: Any) -> Any:
+        install(number, handler)
+        monkeypatch.setattr(signal, "signal", install)
+        raise TimeoutError("an alarm of somebody's")
+
+    with small_engine() as engine:
+        handle = engine.submit(ask(5, 6))
+        monkeypatch.setattr(signal, "signal", install_and_raise)
+        with pytest.raises(TimeoutError):
+            engine.step()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        engine.run()
+        check_as_alone(handle)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from reprieve.decode_thread import DecodeThread
 from reprieve.engine import Engine
-from reprieve.errors import UnknownRequest
+from reprieve.errors import InvalidArgument, UnknownRequest
 from reprieve.mailbox import Mailbox
 from reprieve.request import as_request, integer
 from reprieve.stream import Stream
@@ -85,6 +85,8 @@ class AsyncEngine:
 
         No-op if no such request is live: it may have ended a moment ago.
         """
+        if not isinstance(request, str | Stream):
+            raise InvalidArgument("request", f"must be a stream or the id of a request, not {request!r}")
         self._thread.cancel(request if isinstance(request, str) else request._mailbox)  # noqa: SLF001
 
     def park(self, request: Stream | str, by: ParkBy | None = None) -> ParkBy | None:

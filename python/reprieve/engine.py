@@ -63,8 +63,9 @@ class Engine(Exclusive):
     `trace`. The attributes `config`, `model`, `kv` and `depth` (the steps in flight) say what it was made with.
 
     Calls come from one thread at a time: a second one gets `EngineBusy`. Ctrl-C is taken at the end of a call, when
-    every sequence is in one state; a second Ctrl-C waits for no more than the device. A context manager: leaving it
-    closes the engine. Raises `InvalidArgument` for a bad setting, and what `load` raises.
+    every sequence is in one state; a second Ctrl-C waits for no more than the device, and what it breaks off may be
+    told to a stream twice or not at all: close the engine then. A context manager: leaving it closes the engine.
+    Raises `InvalidArgument` for a bad setting, and what `load` raises.
     """
 
     def __init__(  # noqa: PLR0913  keywords, each with a default

@@ -44,8 +44,8 @@ class _Deferred:
     def enter(self) -> None:
         ours = threading.current_thread() is threading.main_thread()
         if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._is_installed = True  # first: whatever is raised from here on, `leave` takes it back
             signal.signal(signal.SIGINT, self._note)
-            self._is_installed = True
 
     def leave(self) -> None:
         if self._is_installed:
@@ -70,8 +70,8 @@ def exclusive(
         if before is not None:
             raise EngineBusy
         deferred = _Deferred()
-        deferred.enter()
         try:
+            deferred.enter()
             self.inside = thread
             return method(self, *arguments, **keywords)
         finally:
