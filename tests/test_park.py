@@ -636,8 +636,8 @@ def test_each_park_and_each_resume_is_logged_once(caplog: pytest.LogCaptureFixtu
         rig.parker.park(101, "exhausted")
         rig.parker.bring_in()
     assert [record.getMessage() for record in caplog.records] == [
-        "parked sequence 100 by spill (by_hand): slot 0, 5 blocks, 1 tokens generated; sequences [101] stay",
-        "parked sequence 101 by replay (exhausted): slot 1, 2 blocks, 1 tokens generated; sequences [] stay",
+        "parked sequence 100 by spill (by_hand): slot 0, 5 blocks of KV, 1 tokens generated; sequences [101] stay",
+        "parked sequence 101 by replay (exhausted): slot 1, 2 blocks of KV, 1 tokens generated; sequences [] stay",
         "resumed sequence 100 by restore: slot 0, 35 blocks free, 1 tokens generated; residents are [100]",
         "resumed sequence 101 by replay: slot 1, 33 blocks free, 1 tokens generated; residents are [100, 101]",
     ]
