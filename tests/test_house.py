@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "mailbox": set(),
     "commands": set(),
-    "stream": {"errors", "mailbox", "request"},
+    "stream": {"mailbox", "request"},
     "decode_thread": {"commands", "errors", "mailbox"},
     "async_engine": {"decode_thread", "engine", "errors", "mailbox", "request", "stream"},
     "cli": {"config", "engine", "errors", "hub", "loading", "request", "trace", "__version__"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -104,6 +103,7 @@ class Delivery:
         num_slots: int,
         between: Callable[[list[int]], None],
         trace: Trace | None,
+        timer: Callable[[], float],
     ) -> None:
         self.outcomes = np.full(num_slots, _UNSETTLED, np.uint8)
         self._parker = parker
@@ -111,7 +111,7 @@ class Delivery:
         self._masks = masks
         self._between = between
         self._trace = trace
-        self._timer = time.perf_counter if trace is None else trace.now
+        self._timer = timer
         self._watched: _WatchedTicket | None = None
         self._rows: deque[_Row] = deque()
 

@@ -105,6 +105,7 @@ class Engine(Exclusive):
             self.depth = self.config.depth or self._device.default_depth
             self._books = _books(self.config, self.model, context_length)
             shape = self._books.step_shape()
+            timer = time.perf_counter if trace is None else trace.now
             self._masks = Masks(shape.mask_words, self.model.config.vocab_size)
             self._journal = Journal(clock, trace, self._masks.forget)
             self._intake = Intake(self.model.text, self._journal)
@@ -116,6 +117,7 @@ class Engine(Exclusive):
                 num_slots=self.config.max_slots,
                 between=self._force_parks,
                 trace=trace,
+                timer=timer,
             )
             self._lane = Lane(
                 self._books,
@@ -126,7 +128,7 @@ class Engine(Exclusive):
                 shape=shape,
                 seconds=self._journal.stats,
                 masks=MaskFeed(self._masks, self._books, self._parker),
-                timer=time.perf_counter if trace is None else trace.now,
+                timer=timer,
             )
         except BaseException:
             self._device.close()

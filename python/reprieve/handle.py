@@ -72,8 +72,12 @@ class Handle:
         while not self._events:
             if self.is_finished:
                 raise StopIteration
-            self._advance(self)
+            self.advance()
         return self._events.popleft()
+
+    def advance(self) -> None:
+        """Step the engine once, for a request that has not ended."""
+        self._advance(self)
 
     def take_events(self) -> list[Event]:
         """Return the events that have come and were not taken yet; steps nothing."""
@@ -88,7 +92,11 @@ class Handle:
         progress or counts towards the watchdog.
         """
         while not self.is_finished:
-            self._advance(self)
+            self.advance()
+        return self.answer()
+
+    def answer(self) -> str:
+        """Return the whole text of a request that has ended; raises `RequestFailed` if it failed. Steps nothing."""
         reason = self.finish_reason
         if reason is not None and reason not in DONE_REASONS:
             raise RequestFailed(self.id, reason, self.is_retryable, self.text) from self.cause

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Self
 
-from reprieve.errors import RequestFailed
 from reprieve.mailbox import Ended, LoopSleeper, Mailbox, Stage, ThreadSleeper
-from reprieve.request import DONE_REASONS, RETRYABLE, RequestStats
+from reprieve.request import RequestStats
 
 if TYPE_CHECKING:
     from reprieve.decode_thread import DecodeThread
@@ -141,10 +140,8 @@ class Stream:
     def _outcome(self) -> str:
         if self._mailbox.error is not None:
             raise self._mailbox.error
-        handle, reason = self._mailbox.handle, self.finish_reason
-        if handle is not None and reason is not None and reason not in DONE_REASONS:
-            raise RequestFailed(handle.id, reason, RETRYABLE[reason], self.text) from handle.cause
-        return self.text
+        handle = self._mailbox.handle
+        return "" if handle is None else handle.answer()
 
     # Closing.
 
